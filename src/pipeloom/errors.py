@@ -1,0 +1,36 @@
+"""Every exception of pipeloom. All of them are `PipeloomError`, and say what was expected, what was found and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeloom.problem import Problem
+
+
+class PipeloomError(Exception):
+    """Anything that pipeloom refuses or finds at fault."""
+
+
+class ActionError(PipeloomError, ValueError):
+    """A text is not an action. `at` and `length` mark the place in `text`, counted in characters from 0."""
+
+    def __init__(self, text: str, message: str, hint: str, at: int = 0, length: int = 1) -> None:
+        super().__init__(f"'{text}' is not an action: {message} (character {at + 1}); {hint}")
+        self.text, self.message, self.hint, self.at, self.length = text, message, hint, at, length
+
+
+class ScheduleError(PipeloomError, ValueError):
+    """A schedule is wrong. `problems` holds everything that is wrong with it."""
+
+    def __init__(self, name: str, problems: Iterable[Problem]) -> None:
+        self.name = name
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        found = f"{name}: {count} problem{'s' if count != 1 else ''}"
+        super().__init__("\n".join([found, *map(str, self.problems)]))
+
+
+class SizeError(PipeloomError, ValueError):
+    """No schedule of this name exists for these sizes; the message gives the rule and the nearest sizes."""

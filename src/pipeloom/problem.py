@@ -1,0 +1,42 @@
+"""One thing that is wrong with a schedule or its text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeloom.action import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong, where it is, and what to do.
+
+    `code` names the kind of problem in a word or two ("forward-missing"). `rank` and `step` are the row and the cell,
+    counted from 0; None where the problem has no single place. `where` is the place as people write it
+    ("file.csv:1:3", rows and cells counted from 1), and `excerpt` the text with a caret under the fault; both are
+    empty unless the problem was found while reading a text.
+    """
+
+    code: str
+    message: str
+    hint: str = ""
+    rank: int | None = None
+    step: int | None = None
+    action: Action | None = None
+    where: str = ""
+    excerpt: str = ""
+
+    def __str__(self) -> str:
+        place = self.where
+        if not place and self.rank is not None:
+            place = f"rank {self.rank}"
+            if self.step is not None:
+                place += f", step {self.step}"
+            if self.action is not None:
+                place += f", {self.action}"
+        lines = [f"{place}: {self.message}" if place else self.message]
+        if self.excerpt:
+            lines += ["    " + line for line in self.excerpt.splitlines()]
+        if self.hint:
+            lines.append(f"    {self.hint}")
+        return "\n".join([*lines[:1], *lines[1:], f"    [{self.code}]"])
