@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from pipeloom.errors import ActionError
 
@@ -182,7 +182,7 @@ class _Reader:
         self.at = match.end()
         return int(digits)
 
-    def fail(self, message: str, hint: str, at: int | None = None, length: int = 1) -> None:
+    def fail(self, message: str, hint: str, at: int | None = None, length: int = 1) -> NoReturn:
         raise ActionError(self.text, message, hint, self.at if at is None else at, length)
 
 

@@ -1,4 +1,4 @@
-"""Every exception of pipeloom. All of them are `PipeloomError`, and say what was expected, what was found and what to do."""
+"""Every exception of pipeloom. All are `PipeloomError`, and say what was expected, what was found and what to do."""
 
 from __future__ import annotations
 

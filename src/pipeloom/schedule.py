@@ -156,7 +156,7 @@ class Schedule:
         width = max((len(str(cell)) for row in self.rows for cell in row), default=0)
         label = len(str(max(self.ranks - 1, 0)))
         lines = [
-            f"rank {rank:>{label}} | " + " ".join(f"{str(cell):<{width}}" for cell in row)
+            f"rank {rank:>{label}} | " + " ".join(f"{cell!s:<{width}}" for cell in row)
             for rank, row in enumerate(self.rows)
         ]
         return "\n".join(line.rstrip() for line in lines)
