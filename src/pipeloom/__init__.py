@@ -3,6 +3,7 @@
 Nothing here imports torch; the names that need it load it when they are first used.
 """
 
+from pipeloom import schedules
 from pipeloom.action import Action, Kind
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.problem import Problem
@@ -11,4 +12,4 @@ from pipeloom.wiring import Wiring
 
 __version__ = "0.1.0"
 
-__all__ = ["Action", "Kind", "PipeloomError", "Problem", "Schedule", "ScheduleError", "Wiring"]
+__all__ = ["Action", "Kind", "PipeloomError", "Problem", "Schedule", "ScheduleError", "schedules", "Wiring"]

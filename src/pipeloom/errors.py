@@ -34,3 +34,7 @@ class ScheduleError(PipeloomError, ValueError):
 
 class SizeError(PipeloomError, ValueError):
     """No schedule of this name exists for these sizes; the message gives the rule and the nearest sizes."""
+
+
+class UnknownScheduleError(PipeloomError, ValueError):
+    """No schedule has this name; the message gives the closest names."""

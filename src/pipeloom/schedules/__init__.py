@@ -1,0 +1,5 @@
+"""Schedules by name: one file a schedule, a pure function from sizes to rows."""
+
+from pipeloom.schedules._registry import RECIPES, Recipe, find, make, names
+
+__all__ = ["RECIPES", "Recipe", "find", "make", "names"]
