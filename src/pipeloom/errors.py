@@ -38,3 +38,16 @@ class SizeError(PipeloomError, ValueError):
 
 class UnknownScheduleError(PipeloomError, ValueError):
     """No schedule has this name; the message gives the closest names."""
+
+
+class RankFailed(PipeloomError, RuntimeError):
+    """A rank that `launch` started did not end well. `status` is its exit status; -9 is "killed by signal 9"."""
+
+    def __init__(self, rank: int, status: int) -> None:
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        super().__init__(f"rank {rank} {how}; its error, if it could say one, is printed above")
+        self.rank, self.status = rank, status
+
+
+class SplitError(PipeloomError, ValueError):
+    """A model cannot be cut into stages; the message gives every reason and what to do."""

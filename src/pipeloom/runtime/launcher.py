@@ -1,0 +1,166 @@
+"""Starts the ranks of one machine: torch is imported once, in this process, and every rank is forked from it.
+
+Nothing is pickled: a rank gets its function and arguments by being a copy of this process. For the same reason this
+process must not have computed with several threads before (thread pools do not survive a fork); importing is fine, and
+so is computing after `torch.set_num_threads(1)`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn, TypeVarTuple
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import PipeloomError, RankFailed
+
+Args = TypeVarTuple("Args")
+
+_GRACE = 2.0
+"""Seconds that ranks have between being asked to end and being killed."""
+
+_POLL = 0.01
+"""Seconds between two looks at whether a rank has ended."""
+
+
+def launch(
+    function: Callable[[*Args], object], ranks: int, *args: *Args, backend: str = "gloo", timeout: float = 1800.0
+) -> None:
+    """Run `function(*args)` in `ranks` new processes that form a process group, and wait until all have returned.
+
+    Each rank finds `torch.distributed` initialised over loopback, and its number there. The cores are shared out among
+    the ranks as threads, at least one each. However this ends, no rank is left behind: the first to fail ends all, and so
+    do Ctrl-C and SIGTERM here; on Linux the ranks end with this process even if it is killed.
+
+    Args:
+        function: what each rank runs.
+        ranks: how many ranks.
+        args: what `function` is called with.
+        backend: the backend of the process group.
+        timeout: seconds after which an operation of the process group gives up.
+
+    Raises:
+        RankFailed: a rank raised (its error is on stderr by then), exited with another status than 0, or was killed.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    children: dict[int, int] = {}
+    parent = os.getpid()
+    on_terminate = signal.signal(signal.SIGTERM, _exit_on_terminate)
+    try:
+        # No signal may strike a rank while it still looks like this process.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            for rank in range(ranks):
+                child = os.fork()
+                if child == 0:
+                    _be_rank(parent, mask, rank, ranks, listener, backend, timeout, lambda: function(*args))
+                children[child] = rank
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        listener.close()
+        while children:
+            for child in list(children):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    rank, code = children.pop(child), os.waitstatus_to_exitcode(status)
+                    if code:
+                        raise RankFailed(rank, code)
+            time.sleep(_POLL)
+    finally:
+        listener.close()
+        _end(list(children))
+        signal.signal(signal.SIGTERM, on_terminate)
+
+
+def under_torchrun() -> bool:
+    """Whether somebody else, such as torchrun, has started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _be_rank(
+    parent: int,
+    mask: set[int],
+    rank: int,
+    ranks: int,
+    listener: socket.socket,
+    backend: str,
+    timeout: float,
+    run: Callable[[], object],
+) -> NoReturn:
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent alone answers it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _end_with(parent)
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        _join(rank, ranks, listener, backend, datetime.timedelta(seconds=timeout))
+        run()
+        dist.destroy_process_group()
+        status = 0
+    except PipeloomError as error:
+        print(f"rank {rank}: {error}", file=sys.stderr)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        print(f"rank {rank}:\n{traceback.format_exc()}", end="", file=sys.stderr)
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _join(rank: int, ranks: int, listener: socket.socket, backend: str, timeout: datetime.timedelta) -> None:
+    host, port = listener.getsockname()
+    if rank == 0:  # the socket that listens already is handed over, so that nobody comes too early
+        descriptor = listener.detach()
+        store = dist.TCPStore(
+            host, port, ranks, is_master=True, timeout=timeout, master_listen_fd=descriptor, wait_for_workers=False
+        )
+    else:
+        listener.close()
+        store = dist.TCPStore(host, port, ranks, is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def _end_with(parent: int) -> None:
+    """Have the system kill this process when its parent is gone, where the system can."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _end(children: list[int]) -> None:
+    for child in children:
+        os.kill(child, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE
+    while children and time.monotonic() < deadline:
+        children = [child for child in children if not os.waitpid(child, os.WNOHANG)[0]]
+        time.sleep(_POLL)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _exit_on_terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
