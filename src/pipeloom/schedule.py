@@ -57,12 +57,12 @@ class Schedule:
         return cls(frozen, placement, wiring or Wiring(max(placement, default=0) + 1), microbatches, name)
 
     @classmethod
-    def from_csv(cls, source: str | os.PathLike[str], wiring: Wiring | None = None, name: str = "") -> Schedule:
+    def from_csv(cls, source: str | bytes | os.PathLike[str], wiring: Wiring | None = None, name: str = "") -> Schedule:
         """Read a schedule from CSV, strictly: a cell is one whole action, or blank and then left out.
 
         Args:
             source: the text itself, or the path of a file. A string is text if it has a comma or a line break or
-                starts with a digit or a bracket; a `Path` is always a path.
+                starts with a digit or a bracket; bytes are always text, a `Path` is always a path.
             wiring: what feeds what, where it is not a plain chain of the stages.
             name: what to call the schedule; by default the path.
 
@@ -71,22 +71,12 @@ class Schedule:
         """
         if isinstance(source, str) and (not source or source[0] in "0123456789(#" or "," in source or "\n" in source):
             return _read(source, wiring, name or "text")
+        if isinstance(source, bytes):
+            return _read(_decoded(source, name or "text"), wiring, name or "text")
         path = Path(source)
         name = name or str(path)
         try:
-            text = path.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ScheduleError(
-                name,
-                [
-                    Problem(
-                        code="not-text",
-                        where=name,
-                        message=f"byte {error.start + 1} is not UTF-8: a schedule is a text, one row a rank",
-                        hint="save it as plain UTF-8 or ASCII",
-                    )
-                ],
-            ) from None
+            data = path.read_bytes()
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ScheduleError(
@@ -100,7 +90,7 @@ class Schedule:
                     )
                 ],
             ) from None
-        return _read(text, wiring, name)
+        return _read(_decoded(data, name), wiring, name)
 
     def to_csv(self) -> str:
         """The text: one line a rank, no comments, no blank cells. A rank without actions is a blank line."""
@@ -160,6 +150,23 @@ class Schedule:
             for rank, row in enumerate(self.rows)
         ]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            name,
+            [
+                Problem(
+                    code="not-text",
+                    where=name,
+                    message=f"byte {error.start + 1} is not UTF-8: a schedule is a text, one row a rank",
+                    hint="save it as plain UTF-8 or ASCII",
+                )
+            ],
+        ) from None
 
 
 def _read(text: str, wiring: Wiring | None, name: str) -> Schedule:
