@@ -1,0 +1,64 @@
+"""The command line, one file a sub-command.
+
+Answers go to the standard output, everything else to the standard error. The exit status is 0 when all is good, 1 when
+the schedule or the run is at fault, and 2 when the command was used wrongly.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from pipeloom.cli._answer import BAD_USAGE, FAULT
+from pipeloom.cli._check import check
+from pipeloom.cli._list import list_schedules
+from pipeloom.cli._lower import lower
+from pipeloom.cli._show import show
+from pipeloom.errors import PipeloomError, SizeError, UnknownScheduleError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("list")(list_schedules)
+app.command()(show)
+app.command()(check)
+app.command()(lower)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from pipeloom import __version__
+
+        print(f"pipeloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _pipeloom(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pipeline-parallel training for PyTorch in which a schedule is a text.
+
+    A SCHEDULE is a schedule's name (see `pipeloom list`), a CSV file with one row a rank, or - for the standard input.
+    """
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app(prog_name="pipeloom")
+    except PipeloomError as error:
+        print(f"pipeloom: {error}", file=sys.stderr)
+        sys.exit(BAD_USAGE if isinstance(error, SizeError | UnknownScheduleError) else FAULT)

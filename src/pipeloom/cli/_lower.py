@@ -1,0 +1,51 @@
+"""`pipeloom lower`: a schedule with its communication, sharding and gradient reduction written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeloom.cli._answer import AsJson, answer, answer_json, faults
+from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
+from pipeloom.passes import lower as lowered
+
+
+def lower(
+    source: Source,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    copies: Copies = 1,
+    pieces: Pieces = 1,
+    skips: Skips = None,
+    shard: Annotated[bool, typer.Option("--shard", help="Gather sharded weights before use, drop them after.")] = False,
+    reduce: Annotated[bool, typer.Option("--reduce", help="Reduce gradients over data-parallel replicas.")] = False,
+    ahead: Annotated[int, typer.Option(min=0, help="How many actions before its use a receive is posted.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file, not the standard output.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write out what a schedule leaves to be worked out: sends and receives, sharding, gradient reduction."""
+    with faults(as_json):
+        schedule = read_schedule(
+            source,
+            ranks=ranks,
+            microbatches=microbatches,
+            stages_per_rank=stages_per_rank,
+            copies=copies,
+            pieces=pieces,
+            skips=skips,
+        ).checked()
+        result = lowered(schedule, shard=shard, reduce=reduce, ahead=ahead)
+    if as_json:
+        answer_json({"name": result.name, "rows": [[str(cell) for cell in row] for row in result.rows]})
+    elif output is None:
+        answer(result.to_csv().removesuffix("\n"))
+    else:
+        try:
+            output.write_text(result.to_csv())
+        except OSError as error:
+            raise typer.BadParameter(f"'{output}' cannot be written: {error.strerror}", param_hint="--output") from None

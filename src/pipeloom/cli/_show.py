@@ -1,0 +1,64 @@
+"""`pipeloom show`: a schedule as a table of time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from pipeloom.action import COMMUNICATION, SHARDING
+from pipeloom.cli._answer import AsJson, answer, answer_json, faults
+from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
+from pipeloom.drawing import Table
+
+
+def show(
+    source: Source,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    copies: Copies = 1,
+    pieces: Pieces = 1,
+    skips: Skips = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a schedule as a table: a row a rank, a column a unit of time, idle slots as dots."""
+    with faults(as_json):
+        schedule = read_schedule(
+            source,
+            ranks=ranks,
+            microbatches=microbatches,
+            stages_per_rank=stages_per_rank,
+            copies=copies,
+            pieces=pieces,
+            skips=skips,
+        )
+        table = Table.of(schedule)
+    if as_json:
+        answer_json(
+            {
+                "name": schedule.name,
+                "ranks": schedule.ranks,
+                "stages": schedule.stages,
+                "microbatches": schedule.microbatches,
+                "placement": {str(stage): rank for stage, rank in schedule.placement.items()},
+                "rows": [[str(cell) for cell in row] for row in schedule.rows],
+                "starts": table.starts,
+                "makespan": table.makespan,
+                "bubble": table.bubble,
+            }
+        )
+        return
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else None
+    answer(
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches\n\n"
+        f"{table.text(width, color=terminal and not os.environ.get('NO_COLOR'))}\n\n"
+        f"makespan {table.makespan}, bubble {table.bubble:.1%}, with F = I = W = 1, B = 2 and communication free"
+    )
+    cells = [cell for row in schedule.rows for cell in row]
+    if any(cell.parts for cell in cells):
+        answer("'&' joins what runs as one action")
+    hidden = sum(cell.kind in COMMUNICATION | SHARDING for cell in cells)
+    if hidden:
+        answer(f"{hidden} actions that send, receive, shard or reduce take no time here and are not shown")
