@@ -1,0 +1,30 @@
+# Everything here runs in a virtual environment of the project's own, set up on first use.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.stamp
+
+.PHONY: demo test lint clean
+
+# A small GPT learns English-like Python text on four ranks, one process each.
+demo: $(STAMP)
+	$(VENV)/bin/pipeloom train --ranks 4 --schedule DualPipeV --microbatches 10 --steps 100 --eval-every 20
+
+# Runs every check, also after one has failed.
+test: $(STAMP)
+	@status=0; for check in "ruff check" "ruff format --check" mypy pytest; do \
+		echo "== $$check"; $(VENV)/bin/$$check || status=1; \
+	done; exit $$status
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
