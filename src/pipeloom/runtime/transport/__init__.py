@@ -1,0 +1,22 @@
+"""Moves tensors between ranks, behind one small interface."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.runtime.transport._interface import Pending, Transport, Tree
+from pipeloom.runtime.transport._torch import TorchTransport
+
+__all__ = ["Pending", "Transport", "Tree", "connect"]
+
+
+def connect(group: dist.ProcessGroup, transport: str = "auto", *, device: torch.device | str = "cpu") -> Transport:
+    """A transport between all ranks of `group`; every rank of it calls this, in the same order.
+
+    `transport` is "local" (our own), "torch" (torch.distributed's), or "auto": our own for CPU tensors, torch's for
+    GPUs. Tensors arrive on `device`.
+    """
+    if transport not in ("auto", "local", "torch"):
+        raise ValueError(f"transport is {transport!r}; it is 'auto', 'local' or 'torch'")
+    return TorchTransport(group, torch.device(device))

@@ -1,0 +1,49 @@
+"""What the executor asks of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+
+Plain: TypeAlias = bool | int | float | complex | str | bytes | None
+Tree: TypeAlias = (
+    "torch.Tensor | Plain | Sequence[Tree] | Mapping[str, Tree] | Mapping[int, Tree] | Mapping[str | int, Tree]"
+)
+"""What crosses an edge: lists, tuples and dicts, nested at will, of tensors and plain values."""
+
+
+class Pending(Protocol):
+    """A receive that was posted."""
+
+    def wait(self) -> Tree:
+        """The value, in tensors that nothing else refers to, each requiring a gradient if its original did.
+
+        Raises:
+            PeerFailed: a rank of the pipeline failed, so the value may never come.
+        """
+
+
+class Transport(Protocol):
+    """Moves values between the ranks of one pipeline. A rank is counted within the pipeline's group.
+
+    The k-th send to a rank meets the k-th receive from it. One thread uses a transport.
+    """
+
+    def send(self, rank: int, value: Tree) -> None:
+        """Send `value`, detached. Returns after a copy at most: its tensors may be dropped or overwritten then.
+
+        Raises:
+            MessageError: `value` holds something that cannot cross; nothing was sent.
+            PeerFailed: a rank of the pipeline failed.
+        """
+
+    def receive(self, rank: int) -> Pending:
+        """Post the next receive from `rank`. Never blocks."""
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left, as at the end of a step."""
+
+    def close(self) -> None:
+        """Send what has not left and let go of everything. A second call does nothing."""
