@@ -16,10 +16,13 @@ import re
 from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
-from pipeloom.errors import ActionError
+from pipeloom.errors import ActionError, shown
 
 LARGEST_NUMBER = 999_999
 """The largest stage or microbatch number that is read: far more than can be run, far less than can do harm."""
+
+BLANKS = " \t"
+"""The characters that may stand around a cell, and around a part of a composite."""
 
 
 class Kind(StrEnum):
@@ -75,7 +78,7 @@ class Action(NamedTuple):
         if self.microbatch >= 0:
             text += str(self.microbatch)
         if self.far >= 0:
-            text += f"{'>' if self.kind in SENDS else '<'}{self.far}"
+            text += f"{_far_mark(self.kind)}{self.far}"
         return text
 
     def __repr__(self) -> str:
@@ -92,11 +95,19 @@ class Action(NamedTuple):
         if match:
             stage, kind, microbatch = match.groups()
             return cls(int(stage), _KINDS[kind], int(microbatch))
+        if text.startswith("(") and text.endswith(_END):
+            parts = [_COMPUTE.fullmatch(part) for part in text[1 : -len(_END)].split(";")]
+            if len(parts) > 1 and all(parts):
+                plain = tuple(cls(int(part[1]), _KINDS[part[2]], int(part[3])) for part in parts if part)
+                return cls(-1, Kind.OVERLAP_F_B, -1, plain)
         return _Reader(text).cell()
 
 
 _KINDS = {kind.value: kind for kind in Kind}
-_PLAIN = re.compile(r"(0|[1-9]\d{0,5})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(0|[1-9]\d{0,5})", re.ASCII)
+_DIGITS = r"(0|[1-9]\d{0,5})"
+_COMPUTE = re.compile(rf"{_DIGITS}([FBIW]){_DIGITS}", re.ASCII)
+_PLAIN = re.compile(rf"{_DIGITS}([FBIW]|SEND_F|RECV_F|SEND_B|RECV_B){_DIGITS}", re.ASCII)
+_END = f"){Kind.OVERLAP_F_B}"
 _NUMBER = re.compile(r"\d+", re.ASCII)
 _WORD = re.compile(r"[A-Za-z_]+", re.ASCII)
 
@@ -111,7 +122,9 @@ class _Reader:
     def cell(self) -> Action:
         action = self.composite() if self.text.startswith("(") else self.single()
         if self.at < len(self.text):
-            self.fail(f"'{action}' is whole, but more follows it", "end the cell there; actions are parted by commas")
+            comment = "#" in self.text[self.at :]
+            hint = "a comment takes a line of its own" if comment else "end the cell there, or write a comma"
+            self.fail(f"'{shown(str(action))}' is whole, but more follows it", hint)
         return action
 
     def composite(self) -> Action:
@@ -119,20 +132,20 @@ class _Reader:
         if close < 0:
             self.fail("the bracket is not closed", "write (0F7;7B3)OVERLAP_F_B", len(self.text))
         parts = []
-        self.at = 1
-        while self.at <= close:
-            self.at += len(self.text[self.at : close]) - len(self.text[self.at : close].lstrip())
+        while self.at < close:
+            self.at += 1
+            self.skip_blanks()
             start = self.at
             part = self.single()
             if part.kind not in COMPUTE:
-                self.fail(f"'{part}' cannot be part of a composite", "parts are F, B, I or W", start)
+                self.fail(f"'{part}' cannot be part of a composite", "parts are F, B, I or W", start, self.at - start)
             parts.append(part)
-            self.at += len(self.text[self.at : close]) - len(self.text[self.at : close].lstrip())
-            if self.text[self.at] not in ";)" or self.at > close:
+            self.skip_blanks()
+            if self.text[self.at] not in ";)":
                 self.fail(f"'{part}' is whole, but more follows it", "parts are parted by ';'")
-            self.at += 1
         if len(parts) < 2:
-            self.fail("a composite has one part", "name two parts or more, or write the action alone", 0)
+            self.fail("a composite has one part", "name two parts or more, or write the action alone", 0, close + 1)
+        self.at = close + 1
         word = _WORD.match(self.text, self.at)
         if word is None or word[0] != Kind.OVERLAP_F_B:
             self.fail("a composite ends with its kind", "write OVERLAP_F_B right after the bracket")
@@ -142,37 +155,36 @@ class _Reader:
     def single(self) -> Action:
         stage = self.number("stage")
         word = _WORD.match(self.text, self.at)
-        kind = _KINDS.get(word[0]) if word else None
         if word is None:
             self.fail("the kind of action is missing", f"a kind follows the stage number: {stage}F0")
+        kind = _KINDS.get(word[0])
         if kind is None or kind is Kind.OVERLAP_F_B:
-            self.fail(f"'{word[0]}' is not a kind of action", _kind_hint(word[0], stage), length=len(word[0]))
+            self.fail(f"'{shown(word[0])}' is not a kind of action", _kind_hint(word[0]), length=len(word[0]))
         self.at = word.end()
         if kind in SHARDING:
-            if _NUMBER.match(self.text, self.at):
-                self.fail(f"{kind} takes no microbatch", f"it concerns the whole stage: {stage}{kind}")
+            number = _NUMBER.match(self.text, self.at)
+            if number:
+                hint = f"it concerns the whole stage: {stage}{kind}"
+                self.fail(f"{kind} takes no microbatch", hint, length=len(number[0]))
             return Action(stage, kind)
         microbatch = self.number("microbatch")
-        far = -1
-        mark = ">" if kind in SENDS else "<"
-        if self.text[self.at : self.at + 1] in ("<", ">"):
-            if kind not in COMMUNICATION or self.text[self.at] != mark:
-                self.fail(
-                    f"{kind} takes no '{self.text[self.at]}'",
-                    "the far end of a skip edge is written 0SEND_F0>3 and 3RECV_F0<0",
-                )
-            self.at += 1
-            far = self.number("stage")
-        return Action(stage, kind, microbatch, (), far)
+        mark = self.text[self.at : self.at + 1]
+        if mark not in ("<", ">"):
+            return Action(stage, kind, microbatch)
+        if kind not in COMMUNICATION or mark != _far_mark(kind):
+            hint = "the far end of a skip edge is written 0SEND_F0>3 and 3RECV_F0<0"
+            self.fail(f"{kind} takes no '{mark}'", hint)
+        self.at += 1
+        return Action(stage, kind, microbatch, (), self.number("far stage"))
 
     def number(self, what: str) -> int:
         match = _NUMBER.match(self.text, self.at)
         if match is None:
             found = self.text[self.at : self.at + 1]
             if found == "-":
-                self.fail(
-                    f"the {what} is negative", f"{what}es count from 0" if what[-1] == "h" else f"{what}s count from 0"
-                )
+                self.fail(f"the {what} is negative", "stages and microbatches count from 0")
+            if found.isdecimal():
+                self.fail(f"'{found}' is not one of the digits 0 to 9", f"write {int(found)}")
             self.fail(f"the {what} number is missing", "an action is stage, kind, microbatch: 2F0")
         digits = match[0]
         if len(digits) > len(str(LARGEST_NUMBER)):
@@ -182,13 +194,22 @@ class _Reader:
         self.at = match.end()
         return int(digits)
 
+    def skip_blanks(self) -> None:
+        while self.text[self.at] in BLANKS:
+            self.at += 1
+
     def fail(self, message: str, hint: str, at: int | None = None, length: int = 1) -> NoReturn:
         raise ActionError(self.text, message, hint, self.at if at is None else at, length)
 
 
-def _kind_hint(word: str, stage: int) -> str:
-    if word.upper() in _KINDS and word.upper() != Kind.OVERLAP_F_B:
-        return f"kinds are upper case: {stage}{word.upper()}"
-    if word.upper() == Kind.OVERLAP_F_B:
+def _far_mark(kind: Kind) -> str:
+    return ">" if kind in SENDS else "<"
+
+
+def _kind_hint(word: str) -> str:
+    upper = word.upper()
+    if upper == Kind.OVERLAP_F_B:
         return "OVERLAP_F_B follows a bracket: (0F7;7B3)OVERLAP_F_B"
+    if upper in _KINDS:
+        return f"kinds are upper case: {upper}"
     return "kinds are " + ", ".join(kind for kind in Kind if kind is not Kind.OVERLAP_F_B)

@@ -17,19 +17,24 @@ class ActionError(PipeloomError, ValueError):
     """A text is not an action. `at` and `length` mark the place in `text`, counted in characters from 0."""
 
     def __init__(self, text: str, message: str, hint: str, at: int = 0, length: int = 1) -> None:
-        super().__init__(f"'{text}' is not an action: {message} (character {at + 1}); {hint}")
+        super().__init__(f"'{shown(text)}' is not an action: {message} (character {at + 1}); {hint}")
         self.text, self.message, self.hint, self.at, self.length = text, message, hint, at, length
 
 
 class ScheduleError(PipeloomError, ValueError):
-    """A schedule is wrong. `problems` holds everything that is wrong with it."""
+    """A schedule is wrong. `problems` holds everything that is wrong with it; the message prints the first 50."""
 
     def __init__(self, name: str, problems: Iterable[Problem]) -> None:
         self.name = name
         self.problems = tuple(problems)
         count = len(self.problems)
-        found = f"{name}: {count} problem{'s' if count != 1 else ''}"
-        super().__init__("\n".join([found, *map(str, self.problems)]))
+        lines = [f"{name}: {count} problem{'s' if count != 1 else ''}", *map(str, self.problems[:_PRINTED])]
+        if count > _PRINTED:
+            lines.append(f"... and {count - _PRINTED} more, all in the error's `problems`")
+        super().__init__("\n".join(lines))
+
+
+_PRINTED = 50
 
 
 class SizeError(PipeloomError, ValueError):
@@ -51,3 +56,44 @@ class RankFailed(PipeloomError, RuntimeError):
 
 class SplitError(PipeloomError, ValueError):
     """A model cannot be cut into stages; the message gives every reason and what to do."""
+
+
+class MessageError(PipeloomError, ValueError):
+    """A value cannot cross to another rank, or what came from one is not a message."""
+
+
+class PeerFailed(PipeloomError, RuntimeError):  # noqa: N818 - it reports a failure elsewhere
+    """Another rank of the pipeline failed, so this one cannot go on.
+
+    `rank` counts within the pipeline. `stage`, `microbatch` and `action` say what that rank was doing, and are None
+    where it is not known. `traceback` is that rank's own, as text, or empty.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        cause: str,
+        *,
+        host: str = "",
+        stage: int | None = None,
+        microbatch: int | None = None,
+        action: str | None = None,
+        traceback: str = "",
+    ) -> None:
+        self.rank, self.cause, self.host = rank, cause, host
+        self.stage, self.microbatch, self.action, self.traceback = stage, microbatch, action, traceback
+        where = [f"rank {rank}" + (f" on {host}" if host else "")]
+        where += [
+            f"{name} {value}" for name, value in (("stage", stage), ("microbatch", microbatch)) if value is not None
+        ]
+        where += [f"in {action}"] if action is not None else []
+        text = f"{', '.join(where)}: {cause}"
+        if traceback:
+            text += f"\n\nits traceback:\n{traceback.rstrip()}"
+        super().__init__(text)
+
+
+def shown(text: str, most: int = 72) -> str:
+    """`text` as a message shows it: on one line, what cannot be printed escaped, and not longer than `most`."""
+    cut = text if len(text) <= most else text[:most] + "..."
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in cut)

@@ -36,7 +36,7 @@ class Problem:
                 place += f", {self.action}"
         lines = [f"{place}: {self.message}" if place else self.message]
         if self.excerpt:
-            lines += ["    " + line for line in self.excerpt.splitlines()]
+            lines += ["    " + line for line in self.excerpt.split("\n")]
         if self.hint:
             lines.append(f"    {self.hint}")
-        return "\n".join([*lines[:1], *lines[1:], f"    [{self.code}]"])
+        return "\n".join([*lines, f"    [{self.code}]"])

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import zip_longest
 
+from pipeloom._reading import read_source
 from pipeloom.action import COMMUNICATION, SHARDING, Action, Kind
-from pipeloom.errors import ActionError, ScheduleError
-from pipeloom.problem import Problem
+from pipeloom.errors import ScheduleError
 from pipeloom.wiring import Wiring
 
 
@@ -61,36 +61,16 @@ class Schedule:
         """Read a schedule from CSV, strictly: a cell is one whole action, or blank and then left out.
 
         Args:
-            source: the text itself, or the path of a file. A string is text if it has a comma or a line break or
-                starts with a digit or a bracket; bytes are always text, a `Path` is always a path.
+            source: the text itself, or the path of a file. A string is text if it is empty, has a comma or a line break
+                or is one action; bytes are always text, a `Path` is always a path.
             wiring: what feeds what, where it is not a plain chain of the stages.
-            name: what to call the schedule; by default the path.
+            name: what to call the schedule, in messages too; by default the path.
 
         Raises:
-            ScheduleError: with every mistake of the text: file, row, cell, the text with a caret, what would be right.
+            ScheduleError: with every mistake of the text: file, line, cell, the text with a caret, what would be right.
         """
-        if isinstance(source, str) and (not source or source[0] in "0123456789(#" or "," in source or "\n" in source):
-            return _read(source, wiring, name or "text")
-        if isinstance(source, bytes):
-            return _read(_decoded(source, name or "text"), wiring, name or "text")
-        path = Path(source)
-        name = name or str(path)
-        try:
-            data = path.read_bytes()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise ScheduleError(
-                name,
-                [
-                    Problem(
-                        code="unreadable",
-                        where=name,
-                        message=f"cannot be read: {reason}",
-                        hint="name a CSV file with one row a rank, or the text itself",
-                    )
-                ],
-            ) from None
-        return _read(_decoded(data, name), wiring, name)
+        rows, name = read_source(source, name)
+        return cls.from_rows(rows, wiring=wiring, name=name)
 
     def to_csv(self) -> str:
         """The text: one line a rank, no comments, no blank cells. A rank without actions is a blank line."""
@@ -143,82 +123,14 @@ class Schedule:
         return self
 
     def __str__(self) -> str:
-        width = max((len(str(cell)) for row in self.rows for cell in row), default=0)
+        texts = [[str(cell) for cell in row] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
         label = len(str(max(self.ranks - 1, 0)))
         lines = [
-            f"rank {rank:>{label}} | " + " ".join(f"{cell!s:<{width}}" for cell in row)
-            for rank, row in enumerate(self.rows)
+            f"rank {rank:>{label}} | " + " ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False))
+            for rank, row in enumerate(texts)
         ]
         return "\n".join(line.rstrip() for line in lines)
-
-
-def _decoded(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ScheduleError(
-            name,
-            [
-                Problem(
-                    code="not-text",
-                    where=name,
-                    message=f"byte {error.start + 1} is not UTF-8: a schedule is a text, one row a rank",
-                    hint="save it as plain UTF-8 or ASCII",
-                )
-            ],
-        ) from None
-
-
-def _read(text: str, wiring: Wiring | None, name: str) -> Schedule:
-    rows: list[list[Action]] = []
-    problems: list[Problem] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.lstrip().startswith("#"):
-            continue
-        row: list[Action] = []
-        column = 0
-        for index, cell in enumerate(line.split(","), start=1):
-            written = cell.strip()
-            if written:
-                try:
-                    row.append(Action.parse(written))
-                except ActionError as error:
-                    start = column + len(cell) - len(cell.lstrip()) + error.at
-                    problems.append(_mistake(error, f"{name}:{number}:{index}", line, start))
-            column += len(cell) + 1
-        rows.append(row)
-    if not problems and not any(rows):
-        problems.append(
-            Problem(
-                code="empty",
-                where=name,
-                message="there is no action in it",
-                hint="write one row a rank, actions parted by commas: 0F0,0F1,0B0,0B1",
-            )
-        )
-    if problems:
-        raise ScheduleError(name, problems)
-    return Schedule.from_rows(rows, wiring=wiring, name=name)
-
-
-_EXCERPT = 72
-"""How many characters of a long line are shown around a mistake."""
-
-
-def _mistake(error: ActionError, where: str, line: str, start: int) -> Problem:
-    left = max(0, start - _EXCERPT // 2)
-    shown = line[left : left + _EXCERPT]
-    before = "..." if left else ""
-    after = "..." if left + _EXCERPT < len(line) else ""
-    caret = " " * (len(before) + start - left) + "^" + "~" * min(error.length - 1, _EXCERPT - (start - left) - 1)
-    found = error.text if len(error.text) <= _EXCERPT else error.text[:_EXCERPT] + "..."
-    return Problem(
-        code="not-an-action",
-        where=where,
-        message=f"'{found}' is not an action: {error.message}",
-        hint=error.hint,
-        excerpt=f"{before}{shown}{after}\n{caret}".replace("\t", " "),
-    )
 
 
 def rows_of(actions: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
