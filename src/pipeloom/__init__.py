@@ -3,6 +3,9 @@
 Nothing here imports torch; the names that need it load it when they are first used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from pipeloom import schedules
 from pipeloom.action import Action, Kind
 from pipeloom.errors import PipeloomError, ScheduleError
@@ -10,6 +13,55 @@ from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
 from pipeloom.wiring import Wiring
 
+if TYPE_CHECKING:
+    from pipeloom.checker import check
+    from pipeloom.passes import forward_only, lower
+    from pipeloom.runtime import Pipeline, Stage, reference
+    from pipeloom.splitter import split
+
 __version__ = "0.1.0"
 
-__all__ = ["Action", "Kind", "PipeloomError", "Problem", "Schedule", "ScheduleError", "schedules", "Wiring"]
+__all__ = [
+    "Action",
+    "Kind",
+    "Pipeline",
+    "PipeloomError",
+    "Problem",
+    "Schedule",
+    "ScheduleError",
+    "Stage",
+    "Wiring",
+    "check",
+    "forward_only",
+    "lower",
+    "reference",
+    "schedules",
+    "split",
+]
+
+_NEED_TORCH = {
+    "check": "pipeloom.checker",
+    "forward_only": "pipeloom.passes",
+    "lower": "pipeloom.passes",
+    "Pipeline": "pipeloom.runtime",
+    "Stage": "pipeloom.runtime",
+    "reference": "pipeloom.runtime",
+    "split": "pipeloom.splitter",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'pipeloom' has no attribute '{name}'")
+    try:
+        value = getattr(import_module(_NEED_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"pipeloom.{name} needs PyTorch, which is not installed here: pip install torch") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NEED_TORCH})
