@@ -9,6 +9,7 @@ import typer
 
 from pipeloom.cli._answer import AsJson, answer, answer_json, faults
 from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
+from pipeloom.errors import PipeloomError
 from pipeloom.passes import lower as lowered
 
 
@@ -22,7 +23,7 @@ def lower(
     skips: Skips = None,
     shard: Annotated[bool, typer.Option("--shard", help="Gather sharded weights before use, drop them after.")] = False,
     reduce: Annotated[bool, typer.Option("--reduce", help="Reduce gradients over data-parallel replicas.")] = False,
-    ahead: Annotated[int, typer.Option(min=0, help="How many actions before its use a receive is posted.")] = 1,
+    ahead: Annotated[int, typer.Option(min=0, help="How many actions before its use a receive is posted.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file, not the standard output.")
     ] = None,
@@ -39,7 +40,12 @@ def lower(
             pieces=pieces,
             skips=skips,
         ).checked()
-        result = lowered(schedule, shard=shard, reduce=reduce, ahead=ahead)
+        try:
+            result = lowered(schedule, shard=shard, reduce=reduce, ahead=ahead)
+        except PipeloomError:
+            raise
+        except ValueError as error:
+            raise PipeloomError(str(error)) from None
     if as_json:
         answer_json({"name": result.name, "rows": [[str(cell) for cell in row] for row in result.rows]})
     elif output is None:

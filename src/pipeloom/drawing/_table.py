@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from pipeloom.action import Action, Kind
+from pipeloom.dependencies import Dependencies
 from pipeloom.schedule import Schedule
-from pipeloom.wiring import Wiring
 
 _SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
 _INK = {Kind.F: "30;48;5;75", Kind.B: "30;48;5;114", Kind.I: "30;48;5;79", Kind.W: "30;48;5;180"}
 _FAINT = "2"
-
-_Key = tuple[int, Kind, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,48 +104,32 @@ def _length(cell: Action) -> int:
 
 def _unit_time(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """The first slot of every cell: as early as its rank is free and its inputs are there."""
-    ends: dict[_Key, int] = {}
+    dependencies = Dependencies(schedule.wiring, schedule.microbatches)
+    made: list[int | None] = [None] * dependencies.size
+    waiting: dict[int, list[int]] = {}
     starts: list[list[int]] = [[] for _ in schedule.rows]
     free = [0] * schedule.ranks
-    waiting: dict[_Key, list[int]] = {}
     runnable = list(range(schedule.ranks))
-    splits = {(a.stage, a.microbatch) for row in schedule.rows for c in row for a in c.computes if a.kind is Kind.I}
     while runnable:
         rank = runnable.pop()
-        row, at = schedule.rows[rank], starts[rank]
-        while len(at) < len(row):
-            parts = row[len(at)].computes
-            needs = [need for part in parts for need in _needs(part, schedule.wiring, splits)]
-            missing = next((need for need in needs if need not in ends), None)
+        for cell in schedule.rows[rank][len(starts[rank]) :]:
+            now = free[rank]
+            missing = None
+            for part in cell.computes:
+                for value in dependencies.needs(part):
+                    end = made[value]
+                    if end is None:
+                        missing = value
+                    else:
+                        now = max(now, end)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            now = max((ends[need] for need in needs), default=0)
-            now = max(now, free[rank])
-            at.append(now)
-            for part in parts:
+            starts[rank].append(now)
+            for part in cell.computes:
                 now += _SLOTS[part.kind]
-                key = (part.stage, part.kind, part.microbatch)
-                ends[key] = now
-                runnable += waiting.pop(key, [])
+                for value in dependencies.makes(part):
+                    made[value] = now
+                    runnable += waiting.pop(value, ())
             free[rank] = now
     return tuple(map(tuple, starts))
-
-
-def _needs(action: Action, wiring: Wiring, splits: set[tuple[int, int]]) -> Iterator[_Key]:
-    """What must have ended before `action` starts."""
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.W:
-        yield stage, Kind.I, microbatch
-    elif kind is Kind.F:
-        for source in wiring.sources(stage):
-            yield source, Kind.F, microbatch
-        if microbatch % wiring.pieces:
-            yield stage, Kind.F, microbatch - 1
-    else:
-        yield stage, Kind.F, microbatch
-        later = [(target, microbatch) for target in wiring.targets(stage)]
-        if (microbatch + 1) % wiring.pieces:
-            later.append((stage, microbatch + 1))
-        for place in later:
-            yield place[0], Kind.I if place in splits else Kind.B, place[1]
