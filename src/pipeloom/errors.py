@@ -21,8 +21,8 @@ class ActionError(PipeloomError, ValueError):
         self.text, self.message, self.hint, self.at, self.length = text, message, hint, at, length
 
 
-class ScheduleError(PipeloomError, ValueError):
-    """A schedule is wrong. `problems` holds everything that is wrong with it; the message prints the first 50."""
+class ReportError(PipeloomError, ValueError):
+    """Something is wrong. `problems` holds everything that is wrong with it; the message prints the first 50."""
 
     def __init__(self, name: str, problems: Iterable[Problem]) -> None:
         self.name = name
@@ -32,6 +32,18 @@ class ScheduleError(PipeloomError, ValueError):
         if count > _PRINTED:
             lines.append(f"... and {count - _PRINTED} more, all in the error's `problems`")
         super().__init__("\n".join(lines))
+
+
+class ScheduleError(ReportError):
+    """A schedule is wrong."""
+
+
+class CostsError(ReportError):
+    """Costs are wrong, or do not fit the schedule that they are to price."""
+
+
+class TimelineError(ReportError):
+    """The text of a timeline is wrong."""
 
 
 _PRINTED = 50
@@ -55,7 +67,11 @@ class RankFailed(PipeloomError, RuntimeError):
 
 
 class SplitError(PipeloomError, ValueError):
-    """A model cannot be cut into stages; the message gives every reason and what to do."""
+    """A model cannot be cut into stages. `reasons` says everything that stands against it, and what to do."""
+
+    def __init__(self, model: str, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("\n".join([f"{model} cannot be split:", *(f"  {reason}" for reason in self.reasons)]))
 
 
 class MessageError(PipeloomError, ValueError):
