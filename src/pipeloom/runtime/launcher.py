@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVarTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from pipeloom.errors import PipeloomError, RankFailed
 
@@ -39,8 +40,8 @@ def launch(
     """Run `function(*args)` in `ranks` new processes that form a process group, and wait until all have returned.
 
     Each rank finds `torch.distributed` initialised over loopback, and its number there. The cores are shared out among
-    the ranks as threads, at least one each. However this ends, no rank is left behind: the first to fail ends all, and so
-    do Ctrl-C and SIGTERM here; on Linux the ranks end with this process even if it is killed.
+    the ranks as threads, at least one each. However this ends, no rank is left behind: the first to fail ends all, and
+    so do Ctrl-C and SIGTERM here; on Linux the ranks end with this process even if it is killed.
 
     Args:
         function: what each rank runs.
@@ -132,12 +133,12 @@ def _join(rank: int, ranks: int, listener: socket.socket, backend: str, timeout:
     host, port = listener.getsockname()
     if rank == 0:  # the socket that listens already is handed over, so that nobody comes too early
         descriptor = listener.detach()
-        store = dist.TCPStore(
+        store = TCPStore(
             host, port, ranks, is_master=True, timeout=timeout, master_listen_fd=descriptor, wait_for_workers=False
         )
     else:
         listener.close()
-        store = dist.TCPStore(host, port, ranks, is_master=False, timeout=timeout)
+        store = TCPStore(host, port, ranks, is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
