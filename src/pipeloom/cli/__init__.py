@@ -12,12 +12,12 @@ from typing import Annotated
 
 import typer
 
-from pipeloom.cli._answer import BAD_USAGE, FAULT
+from pipeloom.cli._answer import BAD_USAGE, FAULT, UsageError
 from pipeloom.cli._check import check
 from pipeloom.cli._list import list_schedules
 from pipeloom.cli._lower import lower
 from pipeloom.cli._show import show
-from pipeloom.errors import PipeloomError, SizeError, UnknownScheduleError
+from pipeloom.errors import PipeloomError, SizeError
 
 app = typer.Typer(
     add_completion=False,
@@ -61,4 +61,4 @@ def main() -> None:
         app(prog_name="pipeloom")
     except PipeloomError as error:
         print(f"pipeloom: {error}", file=sys.stderr)
-        sys.exit(BAD_USAGE if isinstance(error, SizeError | UnknownScheduleError) else FAULT)
+        sys.exit(BAD_USAGE if isinstance(error, SizeError | UsageError) else FAULT)

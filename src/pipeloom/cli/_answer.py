@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.problem import Problem
+from pipeloom.schedule import Schedule
 
 FAULT = 1
 BAD_USAGE = 2
 READER_LEFT = 141
 """What a shell reports of a command that wrote to a closed pipe."""
+
+
+class UsageError(PipeloomError):
+    """The command was used wrongly."""
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 
@@ -32,13 +38,19 @@ def answer(text: str) -> None:
         raise typer.Exit(READER_LEFT) from None
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"pipeloom: the answer cannot be written: {error.strerror}", file=sys.stderr)
-        raise typer.Exit(BAD_USAGE) from None
+        raise UsageError(f"the answer cannot be written: {error.strerror}") from None
 
 
 def answer_json(value: object) -> None:
     """Write `value` as one JSON text to the standard output."""
     answer(json.dumps(value, indent=2))
+
+
+def sizes(schedule: Schedule) -> str:
+    """How large a schedule is, in words."""
+    counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
+    plurals = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
+    return ", ".join(f"{count} {word if count == 1 else plurals[word]}" for count, word in counts)
 
 
 @contextmanager
@@ -50,8 +62,14 @@ def faults(as_json: bool) -> Iterator[None]:
         if as_json:
             answer_json({"name": error.name, "ok": False, "problems": problems_as_json(error.problems)})
         else:
-            print(error, file=sys.stderr)
+            print(report(error.name, error.problems), file=sys.stderr)
         raise typer.Exit(FAULT) from None
+
+
+def report(name: str, problems: Sequence[Problem]) -> str:
+    """Every problem, under a line that counts them."""
+    count = f"{name}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
+    return "\n".join([count, *map(str, problems)])
 
 
 def problems_as_json(problems: Iterable[Problem]) -> list[dict[str, object]]:

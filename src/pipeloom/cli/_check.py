@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from pipeloom.checker import check as find_problems
-from pipeloom.cli._answer import FAULT, AsJson, answer, answer_json, problems_as_json
+from pipeloom.cli._answer import FAULT, AsJson, answer, answer_json, problems_as_json, report, sizes
 from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
 from pipeloom.errors import ScheduleError
 from pipeloom.problem import Problem
@@ -40,11 +40,8 @@ def check(
     if as_json:
         answer_json({"name": name, "ok": not problems, "problems": problems_as_json(problems)})
     elif problems:
-        answer(str(ScheduleError(name, problems)))
+        answer(report(name, problems))
     else:
-        answer(
-            f"{name} is right: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches, "
-            f"{sum(map(len, schedule.rows))} actions"
-        )
+        answer(f"{name} is right: {sizes(schedule)}")
     if problems:
         raise typer.Exit(FAULT)

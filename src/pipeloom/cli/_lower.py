@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeloom.cli._answer import AsJson, answer, answer_json, faults
+from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults
 from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
 from pipeloom.errors import PipeloomError
 from pipeloom.passes import lower as lowered
@@ -54,4 +54,4 @@ def lower(
         try:
             output.write_text(result.to_csv())
         except OSError as error:
-            raise typer.BadParameter(f"'{output}' cannot be written: {error.strerror}", param_hint="--output") from None
+            raise UsageError(f"--output {output} cannot be written: {error.strerror}") from None

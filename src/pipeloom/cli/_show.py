@@ -7,7 +7,7 @@ import shutil
 import sys
 
 from pipeloom.action import COMMUNICATION, SHARDING
-from pipeloom.cli._answer import AsJson, answer, answer_json, faults
+from pipeloom.cli._answer import AsJson, answer, answer_json, faults, sizes
 from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
 from pipeloom.drawing import Table
 
@@ -52,7 +52,7 @@ def show(
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else None
     answer(
-        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches\n\n"
+        f"{schedule.name}: {sizes(schedule)}\n\n"
         f"{table.text(width, color=terminal and not os.environ.get('NO_COLOR'))}\n\n"
         f"makespan {table.makespan}, bubble {table.bubble:.1%}, with F = I = W = 1, B = 2 and communication free"
     )

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from pipeloom import schedules
-from pipeloom.action import LARGEST_NUMBER
-from pipeloom.errors import SizeError, UnknownScheduleError
+from pipeloom.cli._answer import UsageError
+from pipeloom.errors import UnknownScheduleError, shown
 from pipeloom.schedule import Schedule
 from pipeloom.wiring import Wiring
 
@@ -34,8 +34,8 @@ Skips = Annotated[
     ),
 ]
 
-_MOST_ACTIONS = 4_000_000
-"""Forwards of the largest schedule that is made: a few gigabytes, and far beyond any pipeline that is run."""
+_MOST_FORWARDS = 4_000_000
+"""The largest schedule that is made: a few gigabytes, and far beyond any pipeline that is run."""
 
 
 def read_schedule(
@@ -52,71 +52,64 @@ def read_schedule(
 
     Raises:
         ScheduleError: the text is wrong.
-        typer.BadParameter: the command was used wrongly.
+        UsageError, SizeError: the command was used wrongly.
     """
     wired = copies > 1 or pieces > 1 or bool(skips)
     try:
         recipe = None if source == "-" else schedules.find(source)
     except UnknownScheduleError as error:
         if not os.path.lexists(source):
-            raise _wrong(f"{error}; and there is no such file", "SCHEDULE") from None
+            raise UsageError(f"there is no file '{shown(source)}', and {error}") from None
         recipe = None
     if recipe is None:
         if stages_per_rank is not None:
-            raise _wrong("a file says itself how many stages a rank holds", "--stages-per-rank")
+            raise UsageError("--stages-per-rank goes with a name; a file says itself which stages a rank holds")
         schedule = _rewired(_read(source), copies, pieces, skips or []) if wired else _read(source)
         for option, given, found in (
             ("--ranks", ranks, schedule.ranks),
             ("--microbatches", microbatches, schedule.microbatches),
         ):
             if given not in (None, found):
-                raise _wrong(f"{schedule.name} has {found}, not {given}; leave it out for a file", option)
+                raise UsageError(f"{option} {given} was given, but {schedule.name} has {found}")
         return schedule
     if wired:
-        raise _wrong(f"{recipe.name} has a wiring of its own", "--copies, --pieces, --skip")
+        raise UsageError(f"--copies, --pieces and --skip go with a file; {recipe.name} has a wiring of its own")
     if ranks is None or microbatches is None:
-        raise _wrong(
-            f"{recipe.name} needs them: {recipe.name} --ranks {ranks or 4} --microbatches {microbatches or 8}",
-            "--ranks and --microbatches",
+        raise UsageError(
+            f"{recipe.name} needs its sizes: {recipe.name} --ranks {ranks or 4} --microbatches {microbatches or 8}"
         )
-    if ranks * (stages_per_rank or 1) * microbatches > _MOST_ACTIONS:
-        raise _wrong(
-            f"{ranks} ranks x {stages_per_rank or 1} stages x {microbatches} microbatches are more than "
-            f"{_MOST_ACTIONS:,} forwards",
-            "--ranks and --microbatches",
+    forwards = ranks * (stages_per_rank or 1) * microbatches
+    if forwards > _MOST_FORWARDS:
+        raise UsageError(
+            f"{recipe.name} of these sizes has {forwards:,} forwards or more, at most {_MOST_FORWARDS:,} are made"
         )
-    try:
-        return recipe.make(ranks, microbatches, stages_per_rank)
-    except SizeError as error:
-        raise _wrong(str(error), "--ranks, --microbatches, --stages-per-rank") from None
+    return recipe.make(ranks, microbatches, stages_per_rank)
 
 
 def _read(source: str) -> Schedule:
     if source == "-":
         return Schedule.from_csv(sys.stdin.buffer.read(), name="standard input")
-    if not os.access(source, os.R_OK) or os.path.isdir(source):
-        raise _wrong(
-            f"'{source}' is {'a directory' if os.path.isdir(source) else 'not readable'}, not a schedule", "SCHEDULE"
-        )
+    if os.path.isdir(source):
+        raise UsageError(f"'{shown(source)}' is a directory, not a schedule")
+    if not os.access(source, os.R_OK):
+        raise UsageError(f"'{shown(source)}' cannot be read: permission denied, or a link to nothing")
     return Schedule.from_csv(Path(source))
 
 
 def _rewired(schedule: Schedule, copies: int, pieces: int, skips: list[str]) -> Schedule:
     stages, rest = divmod(schedule.stages, copies)
     if rest:
-        raise _wrong(f"the {schedule.stages} stages of {schedule.name} are not {copies} equal copies", "--copies")
+        raise UsageError(
+            f"--copies {copies}: the {schedule.stages} stages of {schedule.name} are not {copies} equal copies"
+        )
     edges = []
     for skip in skips:
         edge = re.fullmatch(r"(\d{1,6}):(\d{1,6})", skip, re.ASCII)
         if edge is None:
-            raise _wrong(f"an edge is two stage numbers up to {LARGEST_NUMBER}, as 0:3, not '{skip}'", "--skip")
+            raise UsageError(f"--skip {shown(skip)}: an edge is written from stage : to stage, as 0:3")
         edges.append((int(edge[1]), int(edge[2])))
     try:
         wiring = Wiring(stages, copies, pieces, tuple(edges))
     except ValueError as error:
-        raise _wrong(str(error).removeprefix("Wiring: "), "--skip") from None
+        raise UsageError(f"--skip: {error}") from None
     return dataclasses.replace(schedule, wiring=wiring)
-
-
-def _wrong(message: str, where: str) -> typer.BadParameter:
-    return typer.BadParameter(message, param_hint=where)
