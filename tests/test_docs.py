@@ -1,0 +1,53 @@
+"""What the documents show is what happens."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipeloom as pl
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "text.md").read_text()
+SCHEDULES = re.findall(r"```csv\n(.*?)```", TEXT, re.DOTALL)
+
+
+def pipeloom(command: str, cwd: Path) -> str:
+    args = [sys.executable, "-m", "pipeloom", *shlex.split(command)]
+    return subprocess.run(args, capture_output=True, text=True, timeout=120, cwd=cwd).stdout.rstrip()
+
+
+def transcript(document: str, command: str) -> str:
+    """What a document shows behind `$ pipeloom command`."""
+    shown = re.search(rf"^    \$ pipeloom {re.escape(command)}\n((?:    .*\n|\n)*)", document, re.MULTILINE)
+    assert shown is not None
+    return re.sub(r"^    ", "", shown[1], flags=re.MULTILINE).rstrip()
+
+
+@pytest.mark.parametrize("text", SCHEDULES, ids=range(len(SCHEDULES)))
+def test_schedules_in_the_text_page_are_right(text: str) -> None:
+    assert pl.check(pl.Schedule.from_csv(text)) == []
+
+
+def test_mistakes_in_the_text_page(tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text("0F0,0Q1,0B0\n1F0,1F1,1B,1B1\n")
+    assert pipeloom("check bad.csv", tmp_path) == transcript(TEXT, "check bad.csv")
+
+
+def test_readme(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    command = "show 1F1B --ranks 4 --microbatches 4"
+    assert pipeloom(command, tmp_path) == transcript(readme, command)
+    schedule = pl.schedules.make("1F1B", ranks=4, microbatches=4)
+    assert "".join(f"    {line}\n" for line in schedule.to_csv().splitlines()) in readme
+
+
+@pytest.mark.parametrize(
+    "document", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name
+)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+        assert (document.parent / link).exists(), link
