@@ -18,9 +18,17 @@ from hypothesis import given
 
 from pipeloom.errors import MessageError
 from pipeloom.runtime.transport import Transport, Tree, connect
+from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._tree import DTYPES, flat, pack, read
 
 Body = Callable[[int, Transport], None]
+
+
+TRANSPORTS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {
+    "local": lambda group: connect(group, "local"),
+    "tcp": lambda group: LocalTransport(group, torch.device("cpu"), rings=False),
+    "torch": lambda group: connect(group, "torch"),
+}
 
 
 def run_ranks(ranks: int, body: Body, path: Path, kind: str, seconds: float = 60) -> None:
@@ -51,8 +59,9 @@ def _child(rank: int, ranks: int, body: Body, path: Path, kind: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=ranks)
         group = dist.group.WORLD
         assert group is not None
-        transport = connect(group, kind)
+        transport = TRANSPORTS[kind](group)
         body(rank, transport)
+        transport.flush()
         transport.close()
         dist.destroy_process_group()
     except BaseException:
@@ -247,7 +256,7 @@ def test_plain_values_of_any_shape_cross(value: Tree) -> None:
     assert_same(through_bytes(value), value)
 
 
-KINDS = ["torch"]
+KINDS = ["local", "tcp", "torch"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

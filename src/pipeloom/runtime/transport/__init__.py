@@ -5,18 +5,28 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pipeloom.runtime.transport._interface import Pending, Transport, Tree
+from pipeloom.runtime.transport._interface import Pending, Transport, Tree, Watch
+from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._torch import TorchTransport
 
-__all__ = ["Pending", "Transport", "Tree", "connect"]
+__all__ = ["Pending", "Transport", "Tree", "Watch", "connect"]
 
 
-def connect(group: dist.ProcessGroup, transport: str = "auto", *, device: torch.device | str = "cpu") -> Transport:
+def connect(
+    group: dist.ProcessGroup,
+    transport: str = "auto",
+    *,
+    device: torch.device | str = "cpu",
+    watch: Watch | None = None,
+) -> Transport:
     """A transport between all ranks of `group`; every rank of it calls this, in the same order.
 
     `transport` is "local" (our own), "torch" (torch.distributed's), or "auto": our own for CPU tensors, torch's for
-    GPUs. Tensors arrive on `device`.
+    GPUs. Tensors arrive on `device`. Waits end with an error when `watch` knows of a failure.
     """
     if transport not in ("auto", "local", "torch"):
         raise ValueError(f"transport is {transport!r}; it is 'auto', 'local' or 'torch'")
-    return TorchTransport(group, torch.device(device))
+    device = torch.device(device)
+    if transport == "torch" or (transport == "auto" and device.type != "cpu"):
+        return TorchTransport(group, device)
+    return LocalTransport(group, device, watch)

@@ -7,6 +7,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from pipeloom.errors import PeerFailed
+
 Plain: TypeAlias = bool | int | float | complex | str | bytes | None
 Tree: TypeAlias = (
     "torch.Tensor | Plain | Sequence[Tree] | Mapping[str, Tree] | Mapping[int, Tree] | Mapping[str | int, Tree]"
@@ -46,4 +48,14 @@ class Transport(Protocol):
         """Wait until all that was sent has left, as at the end of a step."""
 
     def close(self) -> None:
-        """Send what has not left and let go of everything. A second call does nothing."""
+        """Let go of everything; what was not flushed may be lost. A second call does nothing."""
+
+
+class Watch(Protocol):
+    """Knows of failures anywhere in the pipeline."""
+
+    def fileno(self) -> int:
+        """A descriptor that polls readable once a failure is known."""
+
+    def failure(self, rank: int) -> PeerFailed:
+        """What failed. `rank`'s connection ended if, a moment from now, nothing else is known."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from pipeloom.runtime.transport._interface import Pending, Tree
+from pipeloom.runtime.transport._posted import Posted
 from pipeloom.runtime.transport._tree import flat, pack, read
 
 _FIRST = 512
@@ -28,7 +29,7 @@ class TorchTransport:
         assert isinstance(private, dist.ProcessGroup)
         self._group: dist.ProcessGroup | None = private
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._posted: dict[int, deque[_Pending]] = {}
+        self._posted: dict[int, Posted] = {}
 
     def send(self, rank: int, value: Tree) -> None:
         header, tensors = pack(value)
@@ -43,9 +44,10 @@ class TorchTransport:
                 self._isend(rank, flat(tensor.to(self._device, copy=True)), _PAYLOAD)
 
     def receive(self, rank: int) -> Pending:
-        pending = _Pending(self, rank)
-        self._posted.setdefault(rank, deque()).append(pending)
-        return pending
+        posted = self._posted.get(rank)
+        if posted is None:
+            posted = self._posted[rank] = Posted(partial(self._receive, rank))
+        return posted.post()
 
     def flush(self) -> None:
         while self._sent:
@@ -69,19 +71,7 @@ class TorchTransport:
         assert work is not None
         work.wait()
 
-    def receive_until(self, rank: int, pending: _Pending) -> None:
-        """Receive what was posted from `rank`, in order, up to `pending`."""
-        for posted in self._take(rank):
-            posted.value = self._receive_one(rank)
-            posted.done = True
-            if posted is pending:
-                break
-
-    def _take(self, rank: int) -> Iterator[_Pending]:
-        while self._posted[rank]:
-            yield self._posted[rank].popleft()
-
-    def _receive_one(self, rank: int) -> Tree:
+    def _receive(self, rank: int) -> Tree:
         first = torch.empty(_FIRST, dtype=torch.uint8, device=self._device)
         self._irecv(rank, first, _HEADER)
         head = bytes(first.tolist())
@@ -98,16 +88,3 @@ class TorchTransport:
                 self._irecv(rank, flat(tensor), _PAYLOAD)
             tensors.append(tensor.requires_grad_(spec.requires_grad))
         return layout.build(tensors)
-
-
-class _Pending:
-    def __init__(self, transport: TorchTransport, rank: int) -> None:
-        self._transport, self._rank = transport, rank
-        self.value: Tree = None
-        self.done = False
-
-    def wait(self) -> Tree:
-        if not self.done:
-            self._transport.receive_until(self._rank, self)
-        value, self.value = self.value, None
-        return value

@@ -263,7 +263,7 @@ class _Reader:
             return lambda tensors: tuple([item(tensors) for item in items])
         if len(set(keys)) < count:
             self.fail("a key comes twice")
-        return lambda tensors: {key: item(tensors) for key, item in zip(keys, items, strict=True)}  # type: ignore[return-value]
+        return lambda tensors: {key: item(tensors) for key, item in zip(keys, items, strict=True)}
 
     def key(self) -> str | int:
         mark = self.take(1)

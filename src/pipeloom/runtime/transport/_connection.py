@@ -1,0 +1,214 @@
+"""Messages to and from one rank, over a link."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from pipeloom.errors import MessageError, PeerFailed
+from pipeloom.runtime.transport._interface import Tree, Watch
+from pipeloom.runtime.transport._link import Link, Run
+from pipeloom.runtime.transport._posted import Posted
+from pipeloom.runtime.transport._rendezvous import Peer
+from pipeloom.runtime.transport._tree import LARGEST_HEADER, read
+
+_PREFIX = struct.Struct("<IQ")
+"""Before each message: the bytes of its header, and of its tensors, which follow without gaps."""
+
+
+class Connection:
+    """Sends from the calling thread what the link takes at once, and the rest from `sender`'s."""
+
+    def __init__(self, peer: Peer, link: Link, sender: Sender, device: torch.device, watch: Watch | None) -> None:
+        self.link = link
+        self.posted = Posted(self._receive)
+        self._rank, self._host = peer.rank, peer.host
+        self._sender, self._device, self._watch = sender, device, watch
+        self._left: deque[_Left] = deque()
+        self._broken = False
+        self._poll = select.poll()
+        self._poll.register(link.hangup, 0)
+        self._poll.register(link.readable, select.POLLIN)
+        if watch is not None:
+            self._poll.register(watch.fileno(), select.POLLIN)
+
+    def send(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        tensors = [tensor.cpu() for tensor in tensors]
+        sizes = [tensor.nbytes for tensor in tensors]
+        nbytes = sum(sizes)
+        head = _PREFIX.pack(len(header), nbytes) + header
+        runs: list[Run] = [(head, len(head))]
+        runs += [(tensor.data_ptr(), size) for tensor, size in zip(tensors, sizes, strict=True) if size]
+        taken = 0
+        if not self._left:
+            try:
+                taken = self.link.take(runs)
+            except OSError:
+                self._broken = True
+        if self._broken:
+            raise self._failure()
+        if taken < len(head) + nbytes:
+            self._left.append(_Left(runs, taken, len(head) + nbytes - taken))
+            self._sender.add(self)
+
+    def drain(self) -> bool:
+        """Send more of what is left, on the sender's thread; whether nothing is left."""
+        try:
+            while self._left:
+                left = self._left[0]
+                left.at += self.link.take([(left.address + left.at, left.nbytes - left.at)])
+                if left.at < left.nbytes:
+                    return False
+                self._left.popleft()
+        except OSError:
+            self.hung_up()
+        return True
+
+    def hung_up(self) -> None:
+        self._broken = True
+        self._left.clear()
+
+    def flush(self) -> None:
+        while self._left:
+            self._sender.wait_for_drain(0.1)
+            if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
+                raise self._failure()
+        if self._broken:
+            raise self._failure()
+
+    def _receive(self) -> Tree:
+        length, nbytes = _PREFIX.unpack(self._get(_PREFIX.size))
+        if length > LARGEST_HEADER:
+            raise MessageError(
+                f"rank {self._rank} announces a header of {length} bytes, at most {LARGEST_HEADER} are read"
+            )
+        layout = read(self._get(length))
+        if nbytes != layout.nbytes:
+            raise MessageError(f"rank {self._rank} announces {nbytes} bytes of tensors, its header {layout.nbytes}")
+        tensors = []
+        for spec in layout.specs:
+            tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
+            self._fill(tensor.data_ptr(), spec.nbytes)
+            tensor = tensor.to(self._device)
+            tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
+        return layout.build(tensors)
+
+    def _get(self, count: int) -> bytes:
+        data = self.link.give_bytes(count)
+        while len(data) < count:
+            self._wait()
+            data += self.link.give_bytes(count - len(data))
+        return data
+
+    def _fill(self, address: int, count: int) -> None:
+        at = 0
+        while at < count:
+            try:
+                given = self.link.give(address + at, count - at)
+            except OSError:
+                raise self._failure() from None
+            at += given
+            if not given:
+                self._wait()
+
+    def _wait(self) -> None:
+        """Wait for something to arrive."""
+        ready = self._poll.poll()
+        try:
+            if len(ready) == 1 and ready[0][0] == self.link.readable:
+                self.link.refill()
+                return
+            if self._watch is not None and self._watch.fileno() in dict(ready):
+                raise self._failure()
+            if not self.link.refill():
+                raise self._failure()
+        except OSError:
+            raise self._failure() from None
+
+    def _failure(self) -> PeerFailed:
+        if self._watch is not None:
+            return self._watch.failure(self._rank)
+        return PeerFailed(self._rank, "its connection ended", host=self._host)
+
+
+class _Left:
+    """A copy of what a link did not take."""
+
+    __slots__ = ("_buffer", "address", "at", "nbytes")
+
+    def __init__(self, runs: Sequence[Run], skip: int, nbytes: int) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.address, self.at, self.nbytes = self._buffer.data_ptr(), 0, nbytes
+        to = self.address
+        for source, count in runs:
+            if skip < count:
+                rest = count - skip
+                ctypes.memmove(to, source + skip if isinstance(source, int) else source[skip:], rest)
+                to += rest
+            skip = max(skip - count, 0)
+
+
+class Sender:
+    """A thread that sends what links did not take at once. It starts when there is something, and sleeps otherwise."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._added: set[Connection] = set()
+        self._closed = False
+        self._wakes, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if hasattr(os, "pipe2") else os.pipe()
+
+    def add(self, connection: Connection) -> None:
+        with self._changed:
+            self._added.add(connection)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pipeloom-sender", daemon=True)
+                self._thread.start()
+        os.write(self._wake, b"w")
+
+    def wait_for_drain(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        os.write(self._wake, b"w")
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self._wakes)
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        busy: set[Connection] = set()
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                busy |= self._added
+                self._added.clear()
+            busy = {connection for connection in busy if not connection.drain()}
+            with self._changed:
+                self._changed.notify_all()
+            poll = select.poll()
+            poll.register(self._wakes, select.POLLIN)
+            ends = {}
+            for connection in busy:
+                fd, events = connection.link.writable
+                ends[connection.link.hangup] = connection
+                poll.register(connection.link.hangup, 0)
+                poll.register(fd, events)
+            for fd, events in poll.poll():
+                if fd == self._wakes:
+                    os.read(self._wakes, 4096)
+                elif fd in ends and events & (select.POLLHUP | select.POLLERR):
+                    ends[fd].hung_up()

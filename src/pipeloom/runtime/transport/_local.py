@@ -1,0 +1,43 @@
+"""Our own transport: shared memory between the ranks of a host, TCP between hosts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.runtime.transport import _ring
+from pipeloom.runtime.transport._connection import Connection, Sender
+from pipeloom.runtime.transport._interface import Pending, Tree, Watch
+from pipeloom.runtime.transport._rendezvous import meet
+from pipeloom.runtime.transport._stream import Stream
+from pipeloom.runtime.transport._tree import pack
+
+
+class LocalTransport:
+    """Needs nothing but the group's store. Tensors on a GPU go through the host's memory."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, watch: Watch | None = None, *, rings: bool = True
+    ) -> None:
+        self._sender = Sender()
+        self._connections: dict[int, Connection] = {}
+        rank = group.rank()
+        for other, peer in sorted(meet(group, "transport", unix=rings and _ring.available()).items()):
+            link = _ring.Ring(peer.socket, creates=rank < other) if peer.same_host else Stream(peer.socket)
+            self._connections[other] = Connection(peer, link, self._sender, device, watch)
+
+    def send(self, rank: int, value: Tree) -> None:
+        self._connections[rank].send(*pack(value))
+
+    def receive(self, rank: int) -> Pending:
+        return self._connections[rank].posted.post()
+
+    def flush(self) -> None:
+        for connection in self._connections.values():
+            connection.flush()
+
+    def close(self) -> None:
+        self._sender.close()
+        for connection in self._connections.values():
+            connection.link.close()
+        self._connections = {}

@@ -1,0 +1,138 @@
+"""A stream of bytes to another process of this host, through shared memory.
+
+Each direction is a ring with two eventfds: the writer adds to the first how many bytes it put in, the reader adds to
+the second how many it took out. So there is no position in shared memory to disagree about, the kernel's own locks
+order the bytes on any processor, and to wait is to poll.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import select
+import socket
+from collections.abc import Sequence
+
+from pipeloom.runtime.transport._link import Run
+
+RING = 4 << 20
+"""Bytes of one direction. Memory is taken only as it is used."""
+CHUNK = 128 << 10
+"""After so many bytes the reader is told, so that it copies while the writer does."""
+
+
+def available() -> bool:
+    """Whether this system has what rings are made of."""
+    try:
+        os.close(_memory())
+        os.close(_event())
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _memory() -> int:
+    memory = os.memfd_create("pipeloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, 2 * RING)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return memory
+
+
+def _event() -> int:
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+
+class Ring:
+    """Both directions between this process and the one at the other end of a connected Unix socket.
+
+    One of them `creates` the memory. The socket stays open only so that the end of the other process is seen.
+    """
+
+    def __init__(self, peer: socket.socket, *, creates: bool) -> None:
+        self._peer = peer
+        self.hangup = peer.fileno()
+        if creates:
+            fds = [_memory(), *(_event() for _ in range(4))]
+            socket.send_fds(peer, [b"r"], fds)
+        else:
+            _, fds, _, _ = socket.recv_fds(peer, 1, 5)
+            if len(fds) != 5:
+                raise ConnectionResetError("the other end closed before it shared its memory")
+        memory, *self._events = fds
+        self._map = mmap.mmap(memory, 2 * RING)
+        os.close(memory)
+        first, second = self._events[:2], self._events[2:]
+        (self._put, self._space), (self.readable, self._taken) = (first, second) if creates else (second, first)
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        start = ctypes.addressof(self._anchor)
+        self._out, self._in = (start, start + RING) if creates else (start + RING, start)
+        self._write_at = self._read_at = 0
+        self._free, self._filled, self._owed = RING, 0, 0
+
+    @property
+    def writable(self) -> tuple[int, int]:
+        return self._space, select.POLLIN
+
+    def take(self, runs: Sequence[Run]) -> int:
+        total = untold = 0
+        for source, count in runs:
+            done = 0
+            while done < count:
+                if self._free < count - done:
+                    with contextlib.suppress(BlockingIOError):
+                        self._free += os.eventfd_read(self._space)
+                    if not self._free:
+                        break
+                step = min(count - done, self._free, RING - self._write_at, CHUNK)
+                if isinstance(source, int):
+                    ctypes.memmove(self._out + self._write_at, source + done, step)
+                else:
+                    ctypes.memmove(self._out + self._write_at, source[done:] if done else source, step)
+                self._write_at = (self._write_at + step) % RING
+                self._free -= step
+                done += step
+                untold += step
+                if untold >= CHUNK:
+                    os.eventfd_write(self._put, untold)
+                    untold = 0
+            total += done
+            if done < count:
+                break
+        if untold:
+            os.eventfd_write(self._put, untold)
+        return total
+
+    def give(self, address: int, count: int) -> int:
+        step = min(count, self._filled, RING - self._read_at)
+        ctypes.memmove(address, self._in + self._read_at, step)
+        self._advance(step)
+        return step
+
+    def give_bytes(self, count: int) -> bytes:
+        step = min(count, self._filled, RING - self._read_at)
+        data = ctypes.string_at(self._in + self._read_at, step)
+        self._advance(step)
+        return data
+
+    def _advance(self, step: int) -> None:
+        self._read_at = (self._read_at + step) % RING
+        self._filled -= step
+        self._owed += step
+        if self._owed >= RING // 4:
+            os.eventfd_write(self._taken, self._owed)
+            self._owed = 0
+
+    def refill(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            self._filled += os.eventfd_read(self.readable)
+        return self._filled > 0
+
+    def close(self) -> None:
+        del self._anchor
+        self._map.close()
+        for event in self._events:
+            os.close(event)
+        self._peer.close()
