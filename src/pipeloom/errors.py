@@ -66,6 +66,10 @@ class RankFailed(PipeloomError, RuntimeError):
         self.rank, self.status = rank, status
 
 
+class DataError(PipeloomError, ValueError):
+    """A text cannot be trained on."""
+
+
 class SplitError(PipeloomError, ValueError):
     """A model cannot be cut into stages. `reasons` says everything that stands against it, and what to do."""
 
@@ -113,3 +117,11 @@ def shown(text: str, most: int = 72) -> str:
     """`text` as a message shows it: on one line, what cannot be printed escaped, and not longer than `most`."""
     cut = text if len(text) <= most else text[:most] + "..."
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in cut)
+
+
+class BatchError(PipeloomError, ValueError):
+    """A batch does not fit the schedule: its size, its tensors or its lists of microbatches."""
+
+
+class PipelineError(PipeloomError, ValueError):
+    """A pipeline cannot be built, or is used in a way that could not give right numbers."""

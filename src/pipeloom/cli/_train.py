@@ -1,0 +1,144 @@
+"""`pipeloom train`: a small GPT on real text, under any schedule."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeloom import schedules
+from pipeloom.cli._answer import UsageError, faults
+from pipeloom.cli._source import read_schedule
+from pipeloom.errors import DataError, SizeError
+from pipeloom.schedule import Schedule
+from pipeloom.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
+from pipeloom.trainer.text import read_text
+
+_DEFAULT = TrainConfig()
+
+INTERRUPTED = 130
+"""What a shell reports of a command that Ctrl-C has ended."""
+
+
+def train(
+    schedule: Annotated[
+        str, typer.Option(help="A schedule's name, a CSV file, or - for the standard input.")
+    ] = "DualPipeV",
+    ranks: Annotated[int | None, typer.Option(help="How many ranks; by default 4 with a name.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="How many microbatches; by default twice the ranks with a name.")
+    ] = None,
+    stages_per_rank: Annotated[
+        int | None, typer.Option(help="How many stages a rank holds, where the named schedule leaves a choice.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="How many steps to train.")] = _DEFAULT.steps,
+    batch_size: Annotated[
+        int | None, typer.Option(help="How many sequences a step takes; by default 4 a microbatch.")
+    ] = _DEFAULT.batch_size,
+    eval_every: Annotated[
+        int, typer.Option(help="After how many steps to evaluate on held-out text; 0: never.")
+    ] = _DEFAULT.eval_every,
+    eval_batches: Annotated[
+        int, typer.Option(help="How many batches of held-out text an evaluation takes.")
+    ] = _DEFAULT.eval_batches,
+    data: Annotated[
+        Path | None, typer.Option(help="The text to train on; by default the sources of Python's standard library.")
+    ] = _DEFAULT.data,
+    layers: Annotated[int, typer.Option(help="Transformer blocks of the model.")] = _DEFAULT.model.layers,
+    d_model: Annotated[int, typer.Option(help="Features of a position.")] = _DEFAULT.model.d_model,
+    heads: Annotated[int, typer.Option(help="Heads of attention.")] = _DEFAULT.model.heads,
+    context: Annotated[int, typer.Option(help="Bytes that the model sees at most.")] = _DEFAULT.model.context,
+    learning_rate: Annotated[
+        float, typer.Option(help="The learning rate after warm-up.")
+    ] = _DEFAULT.optimizer.learning_rate,
+    warmup: Annotated[
+        int, typer.Option(help="Steps in which the learning rate rises to its full value.")
+    ] = _DEFAULT.optimizer.warmup,
+    weight_decay: Annotated[float, typer.Option(help="The weight decay of AdamW.")] = _DEFAULT.optimizer.weight_decay,
+    clip: Annotated[
+        float, typer.Option(help="The norm to which the whole model's gradient is clipped.")
+    ] = _DEFAULT.optimizer.clip,
+    seed: Annotated[int, typer.Option(help="What weights and the order of the text are drawn from.")] = _DEFAULT.seed,
+    metrics: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write metrics as JSON lines to this file; - is standard output."),
+    ] = _DEFAULT.metrics,
+) -> None:
+    """Train a small GPT on text, byte by byte, under a schedule, and evaluate it on held-out text as it goes.
+
+    The command starts the ranks itself, all on this machine; under torchrun it joins as one rank, on any number of
+    machines.
+    """
+    config = TrainConfig(
+        model=ModelConfig(layers=layers, d_model=d_model, heads=heads, context=context),
+        optimizer=OptimizerConfig(learning_rate=learning_rate, warmup=warmup, weight_decay=weight_decay, clip=clip),
+        steps=steps,
+        batch_size=batch_size,
+        eval_every=eval_every,
+        eval_batches=eval_batches,
+        data=data,
+        metrics=metrics,
+        seed=seed,
+    )
+    try:
+        _run(config, *_understood(config, schedule, ranks, microbatches, stages_per_rank))
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _understood(
+    config: TrainConfig, source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None
+) -> tuple[Schedule, bytes]:
+    """The schedule and the text.
+
+    Raises:
+        UsageError: with every mistake that is in them and in `config`.
+    """
+    started = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    if source.casefold() in map(str.casefold, schedules.names()):
+        ranks = ranks if ranks is not None else started or 4
+        microbatches = microbatches if microbatches is not None else 2 * ranks
+    mistakes = []
+    schedule = text = None
+    try:
+        with faults(as_json=False):
+            schedule = read_schedule(
+                source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+            ).checked()
+    except (UsageError, SizeError) as error:
+        mistakes.append(str(error))
+    if schedule and not schedule.trains:
+        mistakes.append(f"--schedule: {schedule.name} has no backward actions")
+    if schedule and started not in (None, schedule.ranks):
+        mistakes.append(f"--ranks: {schedule.name} has {schedule.ranks} ranks, but torchrun started {started}")
+    try:
+        text = read_text(config.data)
+    except DataError as error:
+        mistakes.append(str(error))
+    if config.metrics not in (None, "-") and not os.access(Path(config.metrics).parent, os.W_OK):
+        mistakes.append(f"--json {config.metrics} cannot be written: its directory is missing or not yours to write")
+    mistakes += config.mistakes(schedule.microbatches if schedule else None, None if text is None else len(text))
+    if mistakes or schedule is None or text is None:
+        raise UsageError("\n  ".join(["train is given what it cannot do:", *mistakes]))
+    return schedule, text
+
+
+def _run(config: TrainConfig, schedule: Schedule, text: bytes) -> None:
+    import torch.distributed as dist
+    from torch import cuda
+
+    from pipeloom.runtime.launcher import launch, under_torchrun
+    from pipeloom.trainer.corpus import Corpus
+    from pipeloom.trainer.training import run
+
+    corpus = Corpus(text, config.model.context)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", schedule.ranks))
+    backend = "nccl" if cuda.device_count() >= local else "gloo"
+    if under_torchrun():
+        dist.init_process_group(backend)
+        run(config, schedule, corpus)
+        dist.destroy_process_group()
+    else:
+        launch(run, schedule.ranks, config, schedule, corpus, backend=backend)

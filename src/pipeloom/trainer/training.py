@@ -1,0 +1,125 @@
+"""The training loop, as each rank runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+
+# Whoever makes an optimizer loads this, which takes as long as torch itself: once here, before ranks are forked.
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.errors import DataError
+from pipeloom.runtime import Pipeline
+from pipeloom.schedule import Schedule
+from pipeloom.splitter import fill, split
+from pipeloom.trainer.config import OptimizerConfig, TrainConfig
+from pipeloom.trainer.corpus import Corpus
+from pipeloom.trainer.gpt import GPT, loss_fn
+from pipeloom.trainer.report import Report
+
+
+def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
+    """Train as one rank of `schedule`, in a process group of as many ranks; the rank with the last stage reports.
+
+    Raises:
+        DataError: this rank's text is not that of rank 0.
+    """
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    _refuse_another_text(corpus, device)
+    with torch.device("meta"):
+        model = GPT(config.model)
+    stages = split(model, into=schedule)
+    for stage in stages:
+        fill(stage.module, config.seed, device)
+    pipe = Pipeline(stages, schedule, loss_fn=loss_fn)
+    optimizer = _adamw([stage.module for stage in stages], config.optimizer)
+    size = config.sequences(schedule.microbatches)
+    with Report(config.steps, size * config.model.context, config.metrics) if pipe.last else nullcontext() as report:
+        if report:
+            settings = dataclasses.asdict(config) | {"data": str(config.data), "batch_size": size}
+            report.start(schedule=schedule.name, ranks=schedule.ranks, microbatches=schedule.microbatches, **settings)
+        for step in range(1, config.steps + 1):
+            rate = learning_rate(step, config.steps, config.optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            losses = _train(pipe, corpus.batch(config.seed, step, size), device)
+            norm = pipe.clip_grad_norm_(config.optimizer.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if report:
+                report.step(step, _mean(losses), rate, float(norm))
+            if config.eval_every and step % config.eval_every == 0:
+                for stage in stages:
+                    stage.module.eval()
+                losses = []
+                for number in range(config.eval_batches):
+                    losses += _evaluate(pipe, corpus.held_out(number, config.eval_batches, size), device)
+                for stage in stages:
+                    stage.module.train()
+                if report:
+                    report.evaluated(step, _mean(losses))
+        if report:
+            report.end()
+    pipe.close()
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """The learning rate of a step, counted from 1: up in a line, then down along a cosine to a tenth at the last."""
+    if step <= config.warmup:
+        return config.learning_rate * step / config.warmup
+    done = (step - config.warmup) / max(1, steps - config.warmup)
+    return config.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+
+
+def _train(pipe: Pipeline, batch: tuple[Tensor, Tensor], device: torch.device) -> list[Tensor]:
+    losses: list[Tensor] = []
+    inputs, target = _ends(pipe, batch, device)
+    pipe.step(*inputs, target=target, losses=losses, return_outputs=False)
+    return losses
+
+
+def _evaluate(pipe: Pipeline, batch: tuple[Tensor, Tensor], device: torch.device) -> list[Tensor]:
+    losses: list[Tensor] = []
+    inputs, target = _ends(pipe, batch, device)
+    pipe.eval(*inputs, target=target, losses=losses, return_outputs=False)
+    return losses
+
+
+def _ends(
+    pipe: Pipeline, batch: tuple[Tensor, Tensor], device: torch.device
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    inputs, target = batch
+    return (inputs.to(device),) if pipe.first else (), target.to(device) if pipe.last else None
+
+
+def _mean(losses: list[Tensor]) -> float:
+    return float(torch.stack(losses).mean())
+
+
+def _adamw(modules: Iterable[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    groups = [
+        {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+
+
+def _refuse_another_text(corpus: Corpus, device: torch.device) -> None:
+    ours = torch.tensor(list(bytes.fromhex(corpus.digest)), dtype=torch.uint8, device=device)
+    first = ours.clone()
+    dist.broadcast(first, 0)
+    if not torch.equal(ours, first):
+        raise DataError(
+            f"rank {dist.get_rank()} reads another text than rank 0; give every machine the same file as --data"
+        )
