@@ -1,0 +1,132 @@
+"""What one process computes: the numbers that a pipeline must equal.
+
+For each microbatch this is plain autograd of the weighted loss through the whole model. The gradients are added up
+stage by stage, in the order of that stage's own W or B actions, and forwards run in the order of its F actions. On the
+CPU in float32, with the same number of threads, a pipeline equals it to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.action import Kind
+from pipeloom.runtime.executor import keywords_of
+from pipeloom.runtime.microbatches import Handling, Weight, batch_size, merge, split, split_keywords, weights
+from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.tree import map_tensors
+from pipeloom.schedule import Schedule
+
+
+def step(
+    stages: Sequence[nn.Module | Stage],
+    schedule: Schedule,
+    *args: Any,
+    loss_fn: Callable[..., Any],
+    target: Any = None,
+    losses: list[Tensor] | None = None,
+    weight: Weight = "samples",
+    handling: Mapping[str, Handling] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """One step of the whole model in one process; gradients add up in the parameters' `.grad`.
+
+    Args:
+        stages: the stages of the model, all of them, in order; their modules may be any, and share what they like.
+        schedule: whose microbatches and orders are taken.
+        args: the inputs of the model, a whole batch.
+        loss_fn, target, losses, weight, kwargs: as for `Pipeline` and `Pipeline.step`; `handling` is the pipeline's
+            `kwargs`. Keyword arguments go to every stage whose forward takes them.
+
+    Returns:
+        The outputs for the whole batch, detached.
+    """
+    modules = _modules(stages, schedule)
+    count = schedule.microbatches
+    targets = [] if target is None else split(target, count, "target")
+    inputs = split(args, count, "inputs")
+    shares = weights(weight, count, [batch_size(entry) or 1 for entry in targets or inputs], targets)
+    outputs = _forward(modules, schedule, inputs, split_keywords(kwargs, count, handling or {}, batch_size(args)))
+    found = [_loss(loss_fn, output, targets[index : index + 1]) for index, output in enumerate(outputs)]
+    trainable = [[parameter for parameter in module.parameters() if parameter.requires_grad] for module in modules]
+    flat = list(dict.fromkeys(parameter for own in trainable for parameter in own))
+    gradients: list[dict[Tensor, Tensor]] = []
+    for index, loss in enumerate(found):
+        each: tuple[Tensor | None, ...] = (None,) * len(flat)
+        if loss.requires_grad and flat:
+            each = torch.autograd.grad(loss * shares[index], flat, allow_unused=True)
+        gradients.append({name: value for name, value in zip(flat, each, strict=True) if value is not None})
+    orders = _orders(schedule, (Kind.B, Kind.W))
+    for stage, own in enumerate(trainable):
+        for microbatch in orders[stage]:
+            for parameter in own:
+                value = gradients[microbatch].pop(parameter, None)
+                if value is not None:
+                    parameter.grad = value if parameter.grad is None else parameter.grad + value
+    if losses is not None:
+        losses[:] = [loss.detach() for loss in found]
+    return merge([map_tensors(Tensor.detach, output) for output in outputs])
+
+
+def evaluate(
+    stages: Sequence[nn.Module | Stage],
+    schedule: Schedule,
+    *args: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    losses: list[Tensor] | None = None,
+    handling: Mapping[str, Handling] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The forward of the whole model in one process, and its losses where there are targets; as `step`, no gradient."""
+    modules = _modules(stages, schedule)
+    count = schedule.microbatches
+    keywords = split_keywords(kwargs, count, handling or {}, batch_size(args))
+    with torch.no_grad():
+        outputs = _forward(modules, schedule, split(args, count, "inputs"), keywords)
+        if losses is not None and loss_fn is not None and target is not None:
+            targets = split(target, count, "target")
+            losses[:] = [_loss(loss_fn, output, targets[index : index + 1]) for index, output in enumerate(outputs)]
+    return merge(outputs)
+
+
+def _modules(stages: Sequence[nn.Module | Stage], schedule: Schedule) -> list[nn.Module]:
+    modules = [stage.module if isinstance(stage, Stage) else stage for stage in stages]
+    if len(modules) != schedule.stages:
+        raise ValueError(
+            f"{schedule.name} has {schedule.stages} stages; the reference takes all of them, got {len(modules)}"
+        )
+    return modules
+
+
+def _orders(schedule: Schedule, kinds: Sequence[Kind]) -> list[list[int]]:
+    """The microbatches of each stage, in the order of its actions of `kinds`."""
+    orders: list[list[int]] = [[] for _ in range(schedule.stages)]
+    for row in schedule.rows:
+        for cell in row:
+            for action in cell.computes:
+                if action.kind in kinds:
+                    orders[action.stage].append(action.microbatch)
+    return orders
+
+
+def _forward(
+    modules: Sequence[nn.Module], schedule: Schedule, inputs: Sequence[Any], keywords: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    values = list(inputs)
+    for module, order in zip(modules, _orders(schedule, (Kind.F,)), strict=True):
+        takes = keywords_of(module)
+        for microbatch in order:
+            value = values[microbatch]
+            given = {name: each for name, each in keywords[microbatch].items() if takes is None or name in takes}
+            values[microbatch] = module(*(value if isinstance(value, tuple) else (value,)), **given)
+    return values
+
+
+def _loss(loss_fn: Callable[..., Any], output: Any, target: Sequence[Any]) -> Tensor:
+    found = loss_fn(output, *target)
+    loss: Tensor = found[0] if isinstance(found, tuple) else found
+    return loss

@@ -1,0 +1,19 @@
+"""A stage: a piece of the model and its number in the chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A piece of the model, `module`, that is number `index` in the chain of stages.
+
+    What the module returns is what the next stage is called with: a tuple becomes its positional arguments, anything
+    else its one argument. A stage holds nothing but these two, so several pipelines may share it.
+    """
+
+    module: nn.Module
+    index: int
