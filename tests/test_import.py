@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-NEED_TORCH = ["Pipeline", "Stage", "reference", "split"]
+NEED_TORCH = ["Pipeline", "Stage", "fill", "reference", "split"]
 NO_TORCH = "import sys; sys.modules['torch'] = None; import pipeloom as pl; "
 
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from pipeloom import schedules
 from pipeloom.action import Action, Kind
+from pipeloom.checker import check
 from pipeloom.errors import PipeloomError, ScheduleError
+from pipeloom.passes import forward_only, lower
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
 from pipeloom.wiring import Wiring
 
 if TYPE_CHECKING:
-    from pipeloom.checker import check
-    from pipeloom.passes import forward_only, lower
     from pipeloom.runtime import Pipeline, Stage, reference
-    from pipeloom.splitter import split
+    from pipeloom.splitter import fill, split
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "Stage",
     "Wiring",
     "check",
+    "fill",
     "forward_only",
     "lower",
     "reference",
@@ -40,12 +41,10 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "check": "pipeloom.checker",
-    "forward_only": "pipeloom.passes",
-    "lower": "pipeloom.passes",
     "Pipeline": "pipeloom.runtime",
     "Stage": "pipeloom.runtime",
     "reference": "pipeloom.runtime",
+    "fill": "pipeloom.splitter",
     "split": "pipeloom.splitter",
 }
 

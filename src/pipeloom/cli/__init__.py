@@ -17,6 +17,7 @@ from pipeloom.cli._check import check
 from pipeloom.cli._list import list_schedules
 from pipeloom.cli._lower import lower
 from pipeloom.cli._show import show
+from pipeloom.cli._train import train
 from pipeloom.errors import PipeloomError, SizeError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command("list")(list_schedules)
 app.command()(show)
 app.command()(check)
 app.command()(lower)
+app.command()(train)
 
 
 def _version(wanted: bool) -> None:
