@@ -1,26 +1,44 @@
-"""The command line, run as a user runs it: arguments in; output, errors and exit status out."""
+"""The command line: arguments in; output, errors and exit status out."""
 
+import io
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from pipeloom.cli import main
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 STUCK = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
 
 
-def pipeloom(*args: str, stdin: str | bytes = "", **env: str) -> "subprocess.CompletedProcess[str]":
-    result = subprocess.run(
-        [sys.executable, "-m", "pipeloom", *args],
-        input=stdin.encode() if isinstance(stdin, str) else stdin,
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "200", **env},
-    )
-    return subprocess.CompletedProcess(args, result.returncode, result.stdout.decode(), result.stderr.decode())
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def pipeloom(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs one command line in this process, which is many times faster than in one of its own."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args: str, stdin: str | bytes = "") -> Result:
+        monkeypatch.setattr(sys, "argv", ["pipeloom", *args])
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        with pytest.raises(SystemExit) as exit:
+            main()
+        return Result(int(exit.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 def one_line(text: str) -> str:
@@ -34,7 +52,7 @@ def good(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_list() -> None:
+def test_list(pipeloom: Run) -> None:
     result = pipeloom("list")
     assert (result.returncode, result.stderr) == (0, "")
     assert [line.split()[0] for line in result.stdout.splitlines()] == [
@@ -49,13 +67,13 @@ def test_list() -> None:
     ]
 
 
-def test_list_in_json() -> None:
+def test_list_in_json(pipeloom: Run) -> None:
     entries = json.loads(pipeloom("list", "--json").stdout)
     assert entries[0]["name"] == "GPipe"
     assert {entry["placement"] for entry in entries} == {"linear", "loop", "V"}
 
 
-def test_show_draws_time_from_left_to_right() -> None:
+def test_show_draws_time_from_left_to_right(pipeloom: Run) -> None:
     result = pipeloom("show", "1f1b", "--ranks", "2", "--microbatches", "2")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == (
@@ -69,7 +87,7 @@ def test_show_draws_time_from_left_to_right() -> None:
     )
 
 
-def test_show_joins_what_runs_as_one() -> None:
+def test_show_joins_what_runs_as_one(pipeloom: Run) -> None:
     result = pipeloom("show", "DualPipeV", "--ranks", "1", "--microbatches", "2")
     assert "1F1&0B0----" in result.stdout
     assert "'&' joins what runs as one action" in result.stdout
@@ -79,7 +97,7 @@ def test_show_joins_what_runs_as_one() -> None:
     ("name", "microbatches", "makespan"),
     [("GPipe", 8, 3 * (8 + 3)), ("1F1B", 8, 3 * (8 + 3)), ("ZBVZeroBubble", 8, 6 * 8 + 3), ("Interleaved1F1B", 8, 57)],
 )
-def test_show_knows_the_published_makespans(name: str, microbatches: int, makespan: int) -> None:
+def test_show_knows_the_published_makespans(pipeloom: Run, name: str, microbatches: int, makespan: int) -> None:
     result = pipeloom("show", name, "--ranks", "4", "--microbatches", str(microbatches), "--json")
     answer = json.loads(result.stdout)
     assert answer["makespan"] == makespan
@@ -87,27 +105,27 @@ def test_show_knows_the_published_makespans(name: str, microbatches: int, makesp
     assert answer["bubble"] == pytest.approx(1 - work / (4 * makespan))
 
 
-def test_show_of_lowered_rows_says_what_it_hides() -> None:
+def test_show_of_lowered_rows_says_what_it_hides(pipeloom: Run) -> None:
     lowered = pipeloom("lower", "1F1B", "--ranks", "2", "--microbatches", "2").stdout
     shown = pipeloom("show", "-", stdin=lowered)
     assert "makespan 9," in shown.stdout
     assert "8 actions that send, receive, shard or reduce take no time here and are not shown" in shown.stdout
 
 
-def test_check_a_good_schedule(good: str) -> None:
+def test_check_a_good_schedule(pipeloom: Run, good: str) -> None:
     result = pipeloom("check", good)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"{good} is right: 2 ranks, 2 stages, 2 microbatches\n"
     assert json.loads(pipeloom("check", good, "--json").stdout) == {"name": good, "ok": True, "problems": []}
 
 
-def test_check_reads_standard_input() -> None:
+def test_check_reads_standard_input(pipeloom: Run) -> None:
     assert pipeloom("check", "-", stdin=GOOD).stdout.startswith("standard input is right")
     assert pipeloom("check", "-", stdin="0F0").stdout == "standard input is right: 1 rank, 1 stage, 1 microbatch\n"
     assert pipeloom("check", "-", stdin="").returncode == 1
 
 
-def test_check_prints_every_mistake_of_a_text(tmp_path: Path) -> None:
+def test_check_prints_every_mistake_of_a_text(pipeloom: Run, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("0F0,0F0x,0B0\n1F0,1Q0,1B-1\n")
     result = pipeloom("check", str(path))
@@ -120,7 +138,7 @@ def test_check_prints_every_mistake_of_a_text(tmp_path: Path) -> None:
     assert answer["problems"][0]["code"] == "not-an-action"
 
 
-def test_check_prints_a_circle_of_waiting() -> None:
+def test_check_prints_a_circle_of_waiting(pipeloom: Run) -> None:
     result = pipeloom("check", "-", stdin=STUCK)
     assert result.returncode == 1
     assert "1F1" in result.stdout
@@ -128,16 +146,15 @@ def test_check_prints_a_circle_of_waiting() -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "lower"])
-def test_faults_go_to_standard_error(command: str) -> None:
+def test_faults_go_to_standard_error(pipeloom: Run, command: str) -> None:
     result = pipeloom(command, "-", stdin=STUCK)
     assert (result.returncode, result.stdout) == (1, "")
-    assert "Traceback" not in result.stderr
     result = pipeloom(command, "-", "--json", stdin=STUCK)
     assert (result.returncode, result.stderr) == (1, "")
     assert json.loads(result.stdout)["ok"] is False
 
 
-def test_lower_prints_what_check_accepts(tmp_path: Path) -> None:
+def test_lower_prints_what_check_accepts(pipeloom: Run, tmp_path: Path) -> None:
     args = ("lower", "ZBVZeroBubble", "--ranks", "2", "--microbatches", "4")
     plain = pipeloom(*args)
     assert (plain.returncode, plain.stderr) == (0, "")
@@ -155,18 +172,18 @@ def test_lower_prints_what_check_accepts(tmp_path: Path) -> None:
         assert pipeloom("check", "-", stdin=text).returncode == 0
 
 
-def test_a_name_wins_over_a_file_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_wins_over_a_file_of_that_name(pipeloom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "1F1B").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
     assert pipeloom("check", "1F1B").returncode == 2
     assert pipeloom("check", "./1F1B").returncode == 0
 
 
-def test_a_file_may_be_given_the_sizes_it_has(good: str) -> None:
+def test_a_file_may_be_given_the_sizes_it_has(pipeloom: Run, good: str) -> None:
     assert pipeloom("check", good, "--ranks", "2", "--microbatches", "2").returncode == 0
 
 
-def test_wiring_of_a_file() -> None:
+def test_wiring_of_a_file(pipeloom: Run) -> None:
     skip = "0F0,0B0\n1F0,1B0\n2F0,2B0\n"
     assert pipeloom("check", "-", "--skip", "0:2", stdin=skip).returncode == 0
     copies = "0F0,3F1,0B0,3B1\n1F0,2F1,1B0,2B1\n"
@@ -214,11 +231,10 @@ def test_wiring_of_a_file() -> None:
         (["list", "1F1B"], "unexpected extra argument"),
     ],
 )
-def test_bad_usage(args: list[str], words: str, good: str) -> None:
+def test_bad_usage(pipeloom: Run, args: list[str], words: str, good: str) -> None:
     result = pipeloom(*[good if arg == "GOOD" else arg for arg in args])
     assert (result.returncode, result.stdout) == (2, "")
     assert words in one_line(result.stderr)
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -254,12 +270,11 @@ def test_bad_usage(args: list[str], words: str, good: str) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["check", "show", "lower"])
-def test_wrong_texts(command: str, text: bytes) -> None:
+def test_wrong_texts(pipeloom: Run, command: str, text: bytes) -> None:
     result = pipeloom(command, "-", stdin=text)
     report = result.stdout if command == "check" else result.stderr
     assert result.returncode == 1
     assert "problem" in report
-    assert "Traceback" not in result.stdout + result.stderr
 
 
 def test_an_unreadable_answer_is_no_traceback() -> None:
@@ -270,5 +285,5 @@ def test_an_unreadable_answer_is_no_traceback() -> None:
     assert (full.returncode, full.stderr) == (2, "pipeloom: the answer cannot be written: No space left on device\n")
 
 
-def test_version() -> None:
+def test_version(pipeloom: Run) -> None:
     assert pipeloom("--version").stdout.startswith("pipeloom 0.")
