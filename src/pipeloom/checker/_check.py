@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+from pipeloom.checker._completeness import coarse_problems, completeness_problems, count_problems
+from pipeloom.checker._memory import memory_problems
+from pipeloom.checker._messages import message_problems
+from pipeloom.checker._order import order_problems
+from pipeloom.checker._placement import cell_problems, placement_problems
+from pipeloom.checker._sharding import sharding_problems
+from pipeloom.checker._table import Table
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
 
+RULES: tuple[Callable[[Table], Iterator[Problem]], ...] = (
+    cell_problems,  # each cell stands for something, and in the row of the rank that holds its stage
+    completeness_problems,  # every microbatch runs forward once, and backward once or nowhere
+    message_problems,  # each value that another rank needs has one send and one receive, in one order
+    order_problems,  # nobody waits in a circle
+    sharding_problems,  # weights are there when used; gradients are reduced once
+)
 
-def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:  # noqa: ARG001
-    """Everything that is wrong with `schedule`."""
-    return []
+
+def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:
+    """Everything that is wrong with `schedule`; an empty list if it is right: it ends, and computes everything once.
+
+    Rows without sends and receives only compute: values travel by themselves. Of rows with any, each value that
+    another rank needs must be sent and received, in one order for each two ranks, and no send may wait for ever even
+    if it blocks until its receive is posted. The time taken is linear in the number of actions.
+
+    Args:
+        schedule: rows that only compute, or lowered ones.
+        memory: how many activations each rank has room for, in rank shares: 1 is one microbatch of all its stages.
+    """
+    problems = [*placement_problems(schedule), *count_problems(schedule)]
+    if schedule.microbatches > 0:
+        if _is_sparse(schedule):
+            problems += coarse_problems(schedule)
+        else:
+            table = Table(schedule)
+            for rule in RULES:
+                problems += rule(table)
+    if memory is not None:
+        problems += memory_problems(schedule, memory)
+    return problems
+
+
+def _is_sparse(schedule: Schedule) -> bool:
+    """Whether stages and microbatches are so many that most actions must be missing, as after a slip of the pen."""
+    wiring = schedule.wiring
+    width = -(-schedule.microbatches // wiring.copies) + wiring.pieces
+    size = (7 * wiring.total + 4 * len(wiring.skips) * wiring.copies) * width
+    return size > 1_000_000 + 32 * (len(schedule.placement) + sum(map(len, schedule.rows)))
