@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -17,10 +17,10 @@ from pipeloom.runtime.transport._interface import Tree, Watch
 from pipeloom.runtime.transport._link import Link, Run
 from pipeloom.runtime.transport._posted import Posted
 from pipeloom.runtime.transport._rendezvous import Peer
-from pipeloom.runtime.transport._tree import LARGEST_HEADER, read
+from pipeloom.runtime.transport._tree import LARGEST_HEADER, Layout, read
 
-_PREFIX = struct.Struct("<IQ")
-"""Before each message: the bytes of its header, and of its tensors, which follow without gaps."""
+_BLOCK = 64
+"""A message is the length of its header in 4 bytes, the header, zeros up to a multiple of this, and the tensors."""
 
 
 class Connection:
@@ -40,12 +40,14 @@ class Connection:
             self._poll.register(watch.fileno(), select.POLLIN)
 
     def send(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        tensors = [tensor.cpu() for tensor in tensors]
-        sizes = [tensor.nbytes for tensor in tensors]
-        nbytes = sum(sizes)
-        head = _PREFIX.pack(len(header), nbytes) + header
+        head = _framed(header)
         runs: list[Run] = [(head, len(head))]
-        runs += [(tensor.data_ptr(), size) for tensor, size in zip(tensors, sizes, strict=True) if size]
+        total = len(head)
+        tensors = [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors]
+        for tensor in tensors:
+            nbytes = tensor.nbytes
+            runs.append((tensor.data_ptr(), nbytes))
+            total += nbytes
         taken = 0
         if not self._left:
             try:
@@ -54,8 +56,8 @@ class Connection:
                 self._broken = True
         if self._broken:
             raise self._failure()
-        if taken < len(head) + nbytes:
-            self._left.append(_Left(runs, taken, len(head) + nbytes - taken))
+        if taken < total:
+            self._left.append(_Left(runs, taken, total - taken))
             self._sender.add(self)
 
     def drain(self) -> bool:
@@ -84,19 +86,19 @@ class Connection:
             raise self._failure()
 
     def _receive(self) -> Tree:
-        length, nbytes = _PREFIX.unpack(self._get(_PREFIX.size))
-        if length > LARGEST_HEADER:
-            raise MessageError(
-                f"rank {self._rank} announces a header of {length} bytes, at most {LARGEST_HEADER} are read"
-            )
-        layout = read(self._get(length))
-        if nbytes != layout.nbytes:
-            raise MessageError(f"rank {self._rank} announces {nbytes} bytes of tensors, its header {layout.nbytes}")
+        first = self._get(_BLOCK)
+        layout = _of_one_block(first)
+        if layout is None:
+            length = int.from_bytes(first[:4], "little")
+            if length > LARGEST_HEADER:
+                raise MessageError(f"rank {self._rank} announces a header of {length} bytes, over {LARGEST_HEADER}")
+            layout = read((first + self._get(_padded(length) - _BLOCK))[4 : 4 + length])
         tensors = []
         for spec in layout.specs:
             tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
             self._fill(tensor.data_ptr(), spec.nbytes)
-            tensor = tensor.to(self._device)
+            if self._device.type != "cpu":
+                tensor = tensor.to(self._device)
             tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
         return layout.build(tensors)
 
@@ -136,6 +138,28 @@ class Connection:
         if self._watch is not None:
             return self._watch.failure(self._rank)
         return PeerFailed(self._rank, "its connection ended", host=self._host)
+
+
+def _padded(length: int) -> int:
+    return -(-(4 + length) // _BLOCK) * _BLOCK
+
+
+def _frame(header: bytes) -> bytes:
+    return (len(header).to_bytes(4, "little") + header).ljust(_padded(len(header)), b"\0")
+
+
+_frame_remembered = lru_cache(maxsize=1024)(_frame)
+
+
+def _framed(header: bytes) -> bytes:
+    return _frame_remembered(header) if len(header) <= 4096 else _frame(header)
+
+
+@lru_cache(maxsize=1024)
+def _of_one_block(first: bytes) -> Layout | None:
+    """What a message's first block describes, or None if its header goes on."""
+    length = int.from_bytes(first[:4], "little")
+    return read(first[4 : 4 + length]) if length <= _BLOCK - 4 else None
 
 
 class _Left:

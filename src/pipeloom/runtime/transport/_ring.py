@@ -81,16 +81,14 @@ class Ring:
         for source, count in runs:
             done = 0
             while done < count:
-                if self._free < count - done:
-                    with contextlib.suppress(BlockingIOError):
-                        self._free += os.eventfd_read(self._space)
-                    if not self._free:
-                        break
-                step = min(count - done, self._free, RING - self._write_at, CHUNK)
-                if isinstance(source, int):
-                    ctypes.memmove(self._out + self._write_at, source + done, step)
-                else:
-                    ctypes.memmove(self._out + self._write_at, source[done:] if done else source, step)
+                step = count - done
+                if step > self._free:
+                    self._look_for_space()
+                step = min(step, self._free, RING - self._write_at, CHUNK)
+                if not step:
+                    break
+                rest = source if not done else source + done if isinstance(source, int) else source[done:]
+                ctypes.memmove(self._out + self._write_at, rest, step)
                 self._write_at = (self._write_at + step) % RING
                 self._free -= step
                 done += step
@@ -104,6 +102,10 @@ class Ring:
         if untold:
             os.eventfd_write(self._put, untold)
         return total
+
+    def _look_for_space(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._free += os.eventfd_read(self._space)
 
     def give(self, address: int, count: int) -> int:
         step = min(count, self._filled, RING - self._read_at)

@@ -68,15 +68,17 @@ class Layout(NamedTuple):
 
 
 def pack(value: Tree) -> tuple[bytes, list[torch.Tensor]]:
-    """The header of `value` and its tensors, dense and detached; a tensor that was dense shares its memory.
+    """The header of `value` and its tensors, dense; one that was dense is itself, still part of its graph.
 
     Raises:
         MessageError: `value` holds something that cannot cross.
     """
+    if type(value) is torch.Tensor and _is_plain(value):
+        return _tensor_header(value.dtype, value.shape, (), value.requires_grad), [value]
     parts: list[bytes] = []
     tensors: list[torch.Tensor] = []
     _write(value, parts, tensors, [])
-    header = parts[0] if len(parts) == 1 else b"".join(parts)
+    header = b"".join(parts)
     if len(header) > LARGEST_HEADER:
         raise MessageError(
             f"a message holds {len(header)} bytes of plain values and layout, at most {LARGEST_HEADER} cross; "
@@ -87,7 +89,7 @@ def pack(value: Tree) -> tuple[bytes, list[torch.Tensor]]:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor as bytes."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _write(value: object, parts: list[bytes], tensors: list[torch.Tensor], place: list[object]) -> None:
@@ -141,14 +143,26 @@ def _dense(value: torch.Tensor, place: list[object]) -> torch.Tensor:
     if value.layout is not torch.strided or value.dtype not in _CODES or value.is_meta:
         what = "on the meta device" if value.is_meta else f"of layout {value.layout} and dtype {value.dtype}"
         _refuse(f"a tensor {what}", "dense tensors with data cross", place)
-    tensor = value.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    if _is_plain(value):
+        return value
+    tensor = value.detach().resolve_conj().resolve_neg()
     if not tensor.is_contiguous() and not _is_dense(tensor.shape, tensor.stride()):
         tensor = tensor.clone(memory_format=torch.preserve_format)
         if not _is_dense(tensor.shape, tensor.stride()):
             tensor = tensor.contiguous()
     return tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of `tensor` is its elements in order."""
+    return (
+        tensor.dtype in _CODES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_meta
+    )
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
