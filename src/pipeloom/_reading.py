@@ -112,7 +112,7 @@ def _mistake(error: ActionError, where: str, line: str, start: int) -> Problem:
     found = line[start : start + 1]
     if "\udc80" <= found <= "\udcff":
         code, message, hint = "not-text", f"byte 0x{ord(found) - 0xDC00:02x} is not UTF-8", "save it as plain UTF-8"
-    left = max(0, start - _EXCERPT // 2)
+    left = max(0, min(start - _EXCERPT // 2, len(line) - _EXCERPT))
     before = ("..." if left else "") + _visible(line[left:start])
     after = _visible(line[start : left + _EXCERPT]) + ("..." if left + _EXCERPT < len(line) else "")
     marked = max(1, _width(_visible(line[start : min(start + error.length, left + _EXCERPT)])))
