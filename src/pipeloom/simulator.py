@@ -1,0 +1,473 @@
+"""Prices a schedule: one pass over its rows, every action as early as its rank and its inputs allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NoReturn, get_args
+
+from pipeloom.action import SHARDING, Action, Kind
+from pipeloom.costs import Costs
+from pipeloom.dependencies import Dependencies
+from pipeloom.errors import ScheduleError
+from pipeloom.problem import Problem
+from pipeloom.schedule import Schedule
+from pipeloom.timeline import Timeline
+
+Receives = Literal["eager", "posted", "blocking"]
+"""How messages travel: `eager` as soon as they are sent, whether or not the receiver is ready; `posted` once the
+receiver has come to its RECV too, while it goes on computing; `blocking` so that it computes nothing until it has the
+message."""
+
+_UNSET = -1.0
+_AWAITED = -2.0
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, *, receives: Receives = "eager") -> Timeline:
+    """When each action of `schedule` runs, if it takes as long as `costs` say.
+
+    Each rank runs its row in order. An action starts when the action before it on its rank is done and its inputs are
+    there. Between ranks a message takes the latency of its edge, and in addition the time that its size takes at the
+    bandwidth; those from one rank to another go one after another. A SEND leaves when the rank comes to it; behind a
+    composite, when its own part is done. UNSHARD, RESHARD and REDUCE_GRAD run beside compute, one after another, from
+    where they stand in the row; the actions of a stage wait for its UNSHARD.
+
+    Rows without sends and receives know the latency of messages only. Where messages have a size and there is a
+    bandwidth, or receives are not eager, such rows are given their sends and receives first.
+
+    Args:
+        schedule: compute-only or lowered rows.
+        costs: by default those of `Costs()`.
+        receives: whether a message waits for its receive, and whether the receive keeps its rank from computing.
+
+    Raises:
+        ScheduleError: the rows cannot be run: what `pipeloom.check` finds.
+        CostsError: the costs are those of another number of stages.
+    """
+    if receives not in get_args(Receives):
+        raise ValueError(f"simulate: receives must be one of {', '.join(get_args(Receives))}, got {receives!r}")
+    costs = costs or Costs()
+    if not schedule.communicates and (receives != "eager" or _has_bandwidth(costs)):
+        from pipeloom.passes import communicate
+
+        schedule = communicate(schedule)
+    simulation = _Simulation(schedule, costs, receives)
+    simulation.run()
+    return simulation.timeline()
+
+
+def _has_bandwidth(costs: Costs) -> bool:
+    back = costs.bandwidth if costs.bandwidth_back is None else costs.bandwidth_back
+    return costs.bandwidth != math.inf or back != math.inf
+
+
+_Entry = tuple[float, tuple[tuple[int, float], ...], int, int]
+"""A compute action of a stage: its time; for each value that it needs the number of the value for microbatch 0 and how
+long it travels; the numbers of the values that it makes (the second is -1, or that of the weights' gradient for B)."""
+
+
+class _Link:
+    """One edge between two ranks in one direction. `number` is that of its message for microbatch 0."""
+
+    __slots__ = ("latency", "number", "pair", "receiver", "sender", "time", "value")
+
+    def __init__(self, number: int, value: int, sender: int, receiver: int, latency: float, time: float) -> None:
+        self.number, self.value, self.latency, self.time = number, value, latency, time
+        self.sender, self.receiver, self.pair = sender, receiver, (sender, receiver)
+
+
+class _Rank:
+    """What a rank can do, by stage, and how far it is."""
+
+    __slots__ = ("at", "clock", "collective", "compute", "ends", "held", "part", "receives", "sends", "starts")
+
+    def __init__(self) -> None:
+        self.compute: dict[Kind, dict[int, _Entry]] = {kind: {} for kind in (Kind.F, Kind.I, Kind.W, Kind.B)}
+        self.sends: dict[Kind, dict[tuple[int, int], _Link]] = {Kind.SEND_F: {}, Kind.SEND_B: {}}
+        self.receives: dict[Kind, dict[tuple[int, int], _Link]] = {Kind.RECV_F: {}, Kind.RECV_B: {}}
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.at = 0
+        self.part = 0
+        """How many parts of the composite at `at` are done."""
+        self.clock = 0.0
+        self.collective = 0.0
+        """When the last collective is done."""
+        self.held = -1
+        """The message that a blocking receive waits for."""
+
+
+class _Unrunnable(Exception):  # noqa: N818 - never leaves this file
+    """The rows ask for what cannot be."""
+
+
+class _Simulation:
+    def __init__(self, schedule: Schedule, costs: Costs, receives: Receives) -> None:
+        self.schedule, self.costs, self.receives = schedule, costs, receives
+        computes = sum(len(cell.parts) or 1 for row in schedule.rows for cell in row)
+        if schedule.stages * schedule.microbatches > schedule.wiring.copies * computes:
+            self.refuse("not every stage runs every microbatch")
+        self.table = costs.table(schedule.wiring)
+        self.values = Dependencies(schedule.wiring, schedule.microbatches)
+        self.links: list[_Link] = []
+        self.ranks = [_Rank() for _ in schedule.rows]
+        self.communicates = schedule.communicates
+        try:
+            for stage in range(schedule.stages):
+                self.connect(stage)
+        except (KeyError, IndexError):
+            self.refuse("a stage is on no rank")
+        messages = len(self.links) * self.values.width
+        self.slots = [_UNSET] * (self.values.size + messages)
+        """When each value is there; behind the values, when each message is."""
+        self.waiting: dict[int, list[int]] = {}
+        self.sent = [_UNSET] * messages
+        """When each message arrives, or while it waits for its receive, when it was sent."""
+        self.send_event = [-1] * messages if receives != "eager" else []
+        self.posted = [-1] * messages
+        """The event of each receive."""
+        self.free: dict[tuple[int, int], float] = {}
+        """When the last message from one rank to another has left."""
+        self.gathered: dict[int, float] = {}
+        """When the weights of a stage are there."""
+        self.missing = -1
+        """The value that the rank waits for which was run last."""
+
+    def connect(self, stage: int) -> None:
+        """Enter what `stage` computes, and its edges, with its rank."""
+        values, table, placement = self.values, self.table, self.schedule.placement
+        output, gradient, weight = values.output[stage], values.gradient[stage], values.weight[stage]
+        rank = placement[stage]
+        compute = self.ranks[rank].compute
+        inputs = tuple(
+            self.need(source, stage, values.output[source], placement[source], True) for source in values.sources[stage]
+        )
+        gradients = tuple(
+            self.need(stage, target, values.gradient[target], placement[target], False)
+            for target in values.targets[stage]
+        )
+        compute[Kind.F][stage] = (table["F"][stage], inputs, output, -1)
+        compute[Kind.I][stage] = (table["I"][stage], ((output, 0.0), *gradients), gradient, -1)
+        compute[Kind.B][stage] = (table["B"][stage], ((output, 0.0), *gradients), gradient, weight)
+        compute[Kind.W][stage] = (table["W"][stage], ((gradient, 0.0),), weight, -1)
+
+    def need(self, source: int, target: int, value: int, maker: int, forward: bool) -> tuple[int, float]:
+        """What the receiving end of an edge from stage `source` to stage `target` waits for, and for how long."""
+        user = self.schedule.placement[target if forward else source]
+        if maker == user:
+            return value, 0.0
+        latency = self.table["communication" if forward else "communication_back"][source]
+        if not self.communicates:
+            return value, latency
+        costs = self.costs
+        back = costs.bandwidth if costs.bandwidth_back is None else costs.bandwidth_back
+        size = self.table["output_size" if forward else "gradient_size"][source]
+        time = size / (costs.bandwidth if forward else back)
+        sender, receiver = (source, target) if forward else (target, source)
+        send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
+        # messages are numbered like the values of their stages, each edge with a width of its own behind them
+        number = self.values.size + len(self.links) * self.values.width - self.values.first[source]
+        link = _Link(number, value, maker, user, latency, time)
+        self.links.append(link)
+        skips = target != source + 1
+        self.ranks[maker].sends[send][sender, receiver if skips else -1] = link
+        self.ranks[user].receives[receive][receiver, sender if skips else -1] = link
+        return number, 0.0
+
+    def run(self) -> None:
+        try:
+            self.run_rows()
+        except (_Unrunnable, KeyError, IndexError):
+            self.refuse("an action stands where it cannot be run")
+        for number, rank in enumerate(self.ranks):
+            if rank.at < len(self.schedule.rows[number]) or rank.held >= 0:
+                self.refuse("some ranks wait for each other in a circle, or for what never comes", number)
+        first = self.values.size
+        for index, event in enumerate(self.posted):
+            if (event >= 0 or self.sent[index] != _UNSET) and self.slots[first + index] < 0:
+                self.refuse("a message is sent but not received, or received but not sent")
+
+    def run_rows(self) -> None:
+        """Run every rank as far as it gets, again and again as what it waits for comes.
+
+        This is the inner loop of a million turns: everything is local and in line, and what is rare is elsewhere.
+        """
+        rows, ranks, slots, waiting = self.schedule.rows, self.ranks, self.slots, self.waiting
+        microbatches, first_message = self.schedule.microbatches, self.values.size
+        sent, posted, free = self.sent, self.posted, self.free
+        eager = self.receives == "eager"
+        gated = self.schedule.shards or self.values.pieces > 1 or self.schedule.wiring.copies > 1
+        forward, backward_input, backward_weight, backward = Kind.F, Kind.I, Kind.W, Kind.B
+        receive_forward, receive_backward = Kind.RECV_F, Kind.RECV_B
+        runnable = list(range(len(ranks) - 1, -1, -1))
+        while runnable:
+            number = runnable.pop()
+            rank = ranks[number]
+            row, at, clock = rows[number], rank.at, rank.clock
+            on_forward, on_input = rank.compute[forward], rank.compute[backward_input]
+            on_weight, on_backward = rank.compute[backward_weight], rank.compute[backward]
+            start_event, end_event = rank.starts.append, rank.ends.append
+            parts_made: Sequence[int] = ()
+            missing = -1
+            if rank.held >= 0:
+                clock = max(clock, slots[rank.held])
+                rank.held = -1
+            length = len(row)
+            while at < length:
+                stage, kind, microbatch, parts, far = row[at]
+                if not 0 <= microbatch < microbatches:
+                    if parts:
+                        clock, parts_made = self.composite(rank, parts, clock, runnable)
+                        if self.missing >= 0:
+                            missing = self.missing
+                            break
+                    else:
+                        self.collective(number, stage, kind, clock)
+                    at += 1
+                    continue
+                if kind is forward:
+                    duration, needs, made, also_made = on_forward[stage]
+                elif kind is backward_input:
+                    duration, needs, made, also_made = on_input[stage]
+                elif kind is backward_weight:
+                    duration, needs, made, also_made = on_weight[stage]
+                elif kind is backward:
+                    duration, needs, made, also_made = on_backward[stage]
+                elif kind is receive_forward or kind is receive_backward:
+                    link = rank.receives[kind][stage, far]
+                    message = link.number + microbatch
+                    index = message - first_message
+                    start_event(clock)
+                    if posted[index] >= 0:
+                        raise _Unrunnable
+                    posted[index] = len(rank.ends)
+                    arrival = sent[index]
+                    end_event(clock)
+                    if arrival >= 0.0:
+                        if eager:
+                            if arrival > clock:
+                                rank.ends[-1] = arrival
+                            else:
+                                arrival = clock
+                            slots[message] = arrival
+                        else:
+                            self.transfer(link, index, runnable)
+                    at += 1
+                    if self.receives == "blocking":
+                        parts_made = ()
+                        if slots[message] < 0.0:
+                            rank.held = missing = message
+                            break
+                        clock = slots[message]
+                    continue
+                else:
+                    link = rank.sends[kind][stage, far]
+                    message = link.number + microbatch
+                    index = message - first_message
+                    value = link.value + microbatch
+                    if slots[value] < 0.0 or sent[index] >= 0.0:
+                        raise _Unrunnable
+                    leave = slots[value] if value in parts_made else clock
+                    at += 1
+                    if not eager:
+                        sent[index] = leave
+                        self.send_event[index] = len(rank.starts)
+                        start_event(leave)
+                        end_event(leave)
+                        if posted[index] >= 0:
+                            self.transfer(link, index, runnable)
+                        continue
+                    if link.time:
+                        leave = max(leave, free.get(link.pair, 0.0))
+                        free[link.pair] = leave + link.time
+                    start_event(leave)
+                    leave += link.time
+                    end_event(leave)
+                    sent[index] = arrival = leave + link.latency
+                    event = posted[index]
+                    if event >= 0:
+                        receiver = ranks[link.receiver]
+                        if arrival < receiver.starts[event]:
+                            arrival = receiver.starts[event]
+                        receiver.ends[event] = arrival
+                        if slots[message] == _AWAITED:
+                            runnable += waiting.pop(message)
+                        slots[message] = arrival
+                    continue
+                start = clock
+                if gated:
+                    start = self.gate(stage, kind, microbatch, made, clock)
+                    if start < 0.0:
+                        missing = self.missing
+                        break
+                for base, delay in needs:
+                    time = slots[base + microbatch]
+                    if time < 0.0:
+                        missing = base + microbatch
+                        break
+                    time += delay
+                    if time > start:
+                        start = time
+                else:
+                    clock = start + duration
+                    start_event(start)
+                    end_event(clock)
+                    value = made + microbatch
+                    if slots[value] != _UNSET:
+                        if slots[value] >= 0.0:
+                            raise _Unrunnable
+                        runnable += waiting.pop(value)
+                    slots[value] = clock
+                    if also_made >= 0:
+                        slots[also_made + microbatch] = clock
+                    parts_made = ()
+                    at += 1
+                    continue
+                break
+            rank.at, rank.clock = at, clock
+            if missing >= 0:
+                slots[missing] = _AWAITED
+                waiting.setdefault(missing, []).append(number)
+
+    def gate(self, stage: int, kind: Kind, microbatch: int, made: int, clock: float) -> float:
+        """When an action may start for the weights of its stage and the pieces before it.
+
+        -1, and `missing` set, where a piece before it is not done.
+        """
+        values = self.values
+        if not values.first[stage] <= microbatch < values.end[stage]:
+            raise _Unrunnable
+        before = made + microbatch - 1 if kind is Kind.F else made + microbatch + 1
+        follows = microbatch if kind is Kind.F else microbatch + 1
+        if kind is not Kind.W and follows % values.pieces and self.slots[before] < 0.0:
+            self.missing = before
+            return -1.0
+        return max(clock, self.gathered.get(stage, 0.0))
+
+    def composite(
+        self, rank: _Rank, parts: tuple[Action, ...], clock: float, runnable: list[int]
+    ) -> tuple[float, list[int]]:
+        """Run the parts of a composite: when the rank is free then, and which values they made.
+
+        `missing` is -1, or the value that the composite waits for.
+        """
+        self.missing = -1
+        entries = [rank.compute[part.kind][part.stage] for part in parts]
+        as_one = self.costs.overlap is not None or self.costs.fused is not None
+        begin = clock
+        if as_one:
+            for part, entry in zip(parts, entries, strict=True):
+                begin = self.ready(part, entry, begin)
+                if self.missing >= 0:
+                    return clock, []
+        shift, stretch = self.pace(parts, entries) if as_one else (1.0, 1.0)
+        end = clock
+        for part, entry in list(zip(parts, entries, strict=True))[rank.part :]:
+            if not as_one:
+                begin = self.ready(part, entry, end)
+                if self.missing >= 0:
+                    return end, []
+            done = begin + entry[0] * stretch
+            rank.starts.append(begin)
+            rank.ends.append(done)
+            self.make(entry[2] + part.microbatch, done, runnable)
+            if entry[3] >= 0:
+                self.slots[entry[3] + part.microbatch] = done
+            begin += entry[0] * stretch * shift
+            end = max(end, done)
+            rank.part += 1
+        rank.part = 0
+        return end, [entry[2] + part.microbatch for part, entry in zip(parts, entries, strict=True)]
+
+    def ready(self, part: Action, entry: _Entry, start: float) -> float:
+        """When a part of a composite may start; `missing` is set where it may not yet."""
+        if not 0 <= part.microbatch < self.schedule.microbatches:
+            raise _Unrunnable
+        start = self.gate(part.stage, part.kind, part.microbatch, entry[2], start)
+        if start < 0.0:
+            return start
+        for base, delay in entry[1]:
+            time = self.slots[base + part.microbatch]
+            if time < 0.0:
+                self.missing = base + part.microbatch
+                return -1.0
+            start = max(start, time + delay)
+        return start
+
+    def pace(self, parts: tuple[Action, ...], entries: list[_Entry]) -> tuple[float, float]:
+        """How parts that run as one share their time: the share of a part that is done before the next begins, and by
+        how much all are stretched."""
+        times = [entry[0] for entry in entries]
+        fused = self.costs.fused
+        if fused is not None and not isinstance(fused, float):
+            fused = fused.get(";".join(f"{part.stage}{part.kind}" for part in parts))
+        if fused is None:
+            return 1.0 - (self.costs.overlap or 0.0), 1.0
+        in_turn, at_once = sum(times), max(times)
+        if fused >= in_turn:
+            return 1.0, fused / in_turn if in_turn else 1.0
+        if fused <= at_once:
+            return 0.0, fused / at_once
+        # the composite ends when that part does which ends last: the part before which the most must be done
+        shares, before = [], 0.0
+        for time in times:
+            if before:
+                shares.append((fused - time) / before)
+            before += time
+        return min(shares), 1.0
+
+    def make(self, value: int, time: float, runnable: list[int]) -> None:
+        """A value, or a message, is there."""
+        if self.slots[value] != _UNSET:
+            if self.slots[value] >= 0.0:
+                raise _Unrunnable
+            runnable += self.waiting.pop(value)
+        self.slots[value] = time
+
+    def transfer(self, link: _Link, index: int, runnable: list[int]) -> None:
+        """Move a message whose send and receive are both there."""
+        sender, receiver = self.ranks[link.sender], self.ranks[link.receiver]
+        send, receive = self.send_event[index], self.posted[index]
+        leave = max(self.sent[index], receiver.starts[receive], self.free.get(link.pair, 0.0))
+        sender.starts[send] = leave
+        sender.ends[send] = self.free[link.pair] = leave + link.time
+        receiver.ends[receive] = leave + link.time + link.latency
+        self.make(self.values.size + index, receiver.ends[receive], runnable)
+
+    def collective(self, number: int, stage: int, kind: Kind, clock: float) -> None:
+        if kind not in SHARDING or self.schedule.placement[stage] != number:
+            raise _Unrunnable
+        rank = self.ranks[number]
+        start = max(clock, rank.collective)
+        rank.collective = start + self.table[kind.lower()][stage]
+        if kind is Kind.UNSHARD:
+            self.gathered[stage] = rank.collective
+        rank.starts.append(start)
+        rank.ends.append(rank.collective)
+
+    def timeline(self) -> Timeline:
+        """The timeline, with the optimizer's step where it takes time and the rows train."""
+        steps = self.table["optimizer"]
+        if self.schedule.trains and any(steps):
+            for number, rank in enumerate(self.ranks):
+                start = max(rank.clock, rank.collective)
+                rank.starts.append(start)
+                rank.ends.append(start + sum(steps[stage] for stage in self.schedule.stages_of(number)))
+        starts, ends = [rank.starts for rank in self.ranks], [rank.ends for rank in self.ranks]
+        return Timeline(self.schedule, starts, ends, self.costs)
+
+    def refuse(self, message: str, rank: int | None = None) -> NoReturn:
+        self.schedule.checked()
+        step = self.ranks[rank].at if rank is not None else None
+        row = self.schedule.rows[rank] if rank is not None else ()
+        action = row[step] if step is not None and step < len(row) else None
+        hint = "with blocking receives a rank does nothing until it has its message; post fewer of them ahead"
+        problem = Problem(
+            code="cannot-be-run",
+            message=message,
+            hint=hint if self.receives == "blocking" else "see `pipeloom check`",
+            rank=rank,
+            step=step,
+            action=action,
+        )
+        raise ScheduleError(self.schedule.name, [problem])

@@ -1,0 +1,6 @@
+"""Timelines: what ran when, simulated or measured, and what follows from it."""
+
+from pipeloom.timeline._causes import Cause
+from pipeloom.timeline._timeline import Event, Idle, Timeline
+
+__all__ = ["Cause", "Event", "Idle", "Timeline"]

@@ -1,0 +1,179 @@
+"""A timeline as JSON: the text of its rows, and the times of their actions."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+from pipeloom._json import read_json
+from pipeloom.costs import Costs
+from pipeloom.errors import ReportError, TimelineError, shown
+from pipeloom.problem import Problem
+from pipeloom.schedule import Schedule
+from pipeloom.timeline._timeline import Timeline
+from pipeloom.wiring import Wiring
+
+_KEYS = ("name", "measured", "wiring", "placement", "microbatches", "costs", "ranks")
+_HINT = f"a timeline has {', '.join(_KEYS)}, as Timeline.to_json writes them"
+_RANK = ("actions", "starts", "ends")
+
+
+def written(timeline: Timeline) -> str:
+    """The timeline as JSON."""
+    schedule, wiring = timeline.schedule, timeline.schedule.wiring
+    rows = zip(schedule.to_csv().splitlines(), timeline.starts, timeline.ends, strict=True)
+    value = {
+        "name": schedule.name,
+        "measured": timeline.measured,
+        "wiring": {
+            "stages": wiring.stages,
+            "copies": wiring.copies,
+            "pieces": wiring.pieces,
+            "skips": [list(skip) for skip in wiring.skips],
+        },
+        "placement": [schedule.placement[stage] for stage in range(schedule.stages)],
+        "microbatches": schedule.microbatches,
+        "costs": timeline.costs.to_dict(),
+        "ranks": [{"actions": row, "starts": list(starts), "ends": list(ends)} for row, starts, ends in rows],
+    }
+    return json.dumps(value, separators=(",", ":")) + "\n"
+
+
+def read(source: str | bytes | os.PathLike[str], name: str) -> Timeline:
+    """The timeline that JSON holds; see `Timeline.from_json`."""
+    value, name = read_json(source, name, TimelineError)
+    return _Reader(name).timeline(value)
+
+
+class _Reader:
+    """Reads a timeline, and finds everything that is wrong with it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.problems: list[Problem] = []
+
+    def timeline(self, value: object) -> Timeline:
+        values = self.members(value, "", _KEYS)
+        label, measured = values.get("name"), values.get("measured")
+        if not isinstance(label, str):
+            self.wrong("name", "expected a text")
+        if not isinstance(measured, bool):
+            self.wrong("measured", "expected true or false")
+        wiring = self.wiring(values.get("wiring"))
+        placement = self.whole_numbers(values.get("placement"), "placement")
+        microbatches = self.whole_number(values.get("microbatches"), "microbatches")
+        costs = self.costs(values.get("costs"))
+        texts, starts, ends = self.ranks(values.get("ranks"))
+        self.finish()
+        schedule = self.schedule(texts, placement, wiring, microbatches, str(label))
+        timeline = Timeline(schedule, starts, ends, costs, bool(measured))
+        for rank, row in enumerate(schedule.rows):
+            expected = sum(len(cell.parts) or 1 for cell in row)
+            if len(starts[rank]) not in (expected, expected + 1):
+                self.wrong(
+                    f"ranks[{rank}].starts", f"expected {expected} times, one an action, got {len(starts[rank])}"
+                )
+        self.finish()
+        return timeline
+
+    def members(self, value: object, place: str, keys: tuple[str, ...]) -> dict[str, object]:
+        if not isinstance(value, dict):
+            self.wrong(place, "expected an object")
+            return {}
+        for key in value:
+            if key not in keys:
+                self.wrong(f"{place}.{shown(key)}".lstrip("."), "is not known here")
+        for key in keys:
+            if key not in value:
+                self.wrong(f"{place}.{key}".lstrip("."), "is missing")
+        return value
+
+    def whole_number(self, value: object, place: str, least: int = 0) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.wrong(place, f"expected a whole number, {least} or more")
+            return least
+        return value
+
+    def whole_numbers(self, value: object, place: str) -> list[int]:
+        if not isinstance(value, list):
+            self.wrong(place, "expected a list of whole numbers")
+            return []
+        return [self.whole_number(each, f"{place}[{index}]") for index, each in enumerate(value)]
+
+    def times(self, value: object, place: str) -> list[float]:
+        if not isinstance(value, list):
+            self.wrong(place, "expected a list of times")
+            return []
+        for index, each in enumerate(value):
+            if isinstance(each, bool) or not isinstance(each, int | float) or not math.isfinite(each):
+                self.wrong(f"{place}[{index}]", "expected a finite number")
+                return []
+        return [float(each) for each in value]
+
+    def wiring(self, value: object) -> Wiring:
+        found = self.members(value, "wiring", ("stages", "copies", "pieces", "skips"))
+        numbers = {key: self.whole_number(found.get(key), f"wiring.{key}", 1) for key in ("stages", "copies", "pieces")}
+        skips = found.get("skips")
+        pairs = []
+        for index, each in enumerate(skips if isinstance(skips, list) else []):
+            ends = self.whole_numbers(each, f"wiring.skips[{index}]")
+            if len(ends) != 2:
+                self.wrong(f"wiring.skips[{index}]", "expected two stages")
+            else:
+                pairs.append((ends[0], ends[1]))
+        if not isinstance(skips, list):
+            self.wrong("wiring.skips", "expected a list of pairs of stages")
+        try:
+            return Wiring(**numbers, skips=tuple(pairs))
+        except ValueError as error:
+            self.wrong("wiring", str(error))
+            return Wiring(1)
+
+    def costs(self, value: object) -> Costs:
+        found = value if isinstance(value, dict) else {}
+        if not isinstance(value, dict):
+            self.wrong("costs", "expected an object")
+        try:
+            return Costs.from_dict(found, f"{self.name}: costs")
+        except ReportError as error:
+            self.problems += error.problems
+            return Costs()
+
+    def ranks(self, value: object) -> tuple[list[str], list[list[float]], list[list[float]]]:
+        texts, starts, ends = [], [], []
+        if not isinstance(value, list) or not value:
+            self.wrong("ranks", "expected a list with an object a rank")
+            value = []
+        for rank, each in enumerate(value):
+            place = f"ranks[{rank}]"
+            found = self.members(each, place, _RANK)
+            text = found.get("actions")
+            if not isinstance(text, str) or "\n" in text:
+                self.wrong(f"{place}.actions", "expected the text of a row")
+                text = ""
+            texts.append(text)
+            starts.append(self.times(found.get("starts"), f"{place}.starts"))
+            ends.append(self.times(found.get("ends"), f"{place}.ends"))
+            if len(starts[-1]) != len(ends[-1]):
+                self.wrong(place, f"{len(starts[-1])} starts, but {len(ends[-1])} ends")
+            elif any(end < start for start, end in zip(starts[-1], ends[-1], strict=True)):
+                self.wrong(place, "an action ends before it starts")
+        return texts, starts, ends
+
+    def schedule(
+        self, texts: list[str], placement: list[int], wiring: Wiring, microbatches: int, label: str
+    ) -> Schedule:
+        try:
+            rows = Schedule.from_csv("\n".join(texts).encode(), wiring, self.name).rows
+            return Schedule(rows, dict(enumerate(placement)), wiring, microbatches, label).checked()
+        except ReportError as error:
+            raise TimelineError(self.name, error.problems) from None
+
+    def wrong(self, place: str, message: str) -> None:
+        where = f"{self.name}: {place}" if place else self.name
+        self.problems.append(Problem(code="not-a-timeline", where=where, message=message, hint=_HINT))
+
+    def finish(self) -> None:
+        if self.problems:
+            raise TimelineError(self.name, self.problems)
