@@ -9,16 +9,18 @@ backward is one call of the engine. The split one needs to know which nodes of t
   results on to the parameters.
 
 A join whose saved tensors are recomputed when read (activation checkpointing), or which is a Python function, must
-not be called twice: there I captures the gradients on its parameter side, and W only carries them on.
+not be called twice: there I captures the gradients on its parameter side, and W only carries them on. A graph that
+cannot be divided at all runs as a whole in I, and W has nothing left to do.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,11 +33,11 @@ class _Enter(torch.autograd.Function):
     """Makes a leaf an inner tensor of the graph, so that a stage may change its input in place as a whole model may."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004 - autograd passes it
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
         return gradient
 
 
@@ -86,12 +88,15 @@ class Tape:
 
     def inputs(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Run I: the gradients of the inputs alone; what W needs is kept."""
-        roots, gradients = _used(self.roots, gradients)
-        edges = [get_gradient_edge(root) for root in roots]
-        weights = _Weights(edges, gradients)
+        roots, used = _used(self.roots, gradients)
+        weights = _Weights([get_gradient_edge(root) for root in roots], used)
         found: Gradients = [None] * len(self.leaves)
-        if self.leaves and edges:
-            found = weights.capture(self.leaves, self._entries)
+        if self.leaves and roots:
+            captured = weights.capture(self.leaves, self._entries)
+            if captured is None:
+                found, weights = self.whole(gradients), _Weights([], [])
+            else:
+                found = captured
         self._forget()
         self._pending = weights
         return found
@@ -135,9 +140,15 @@ class _Weights:
             ((edge.node, edge.output_nr), gradient) for edge, gradient in zip(edges, gradients, strict=True)
         ]
 
-    def capture(self, leaves: Sequence[Tensor], entries: Collection[Node]) -> Gradients:
-        """Run the path from the roots to `leaves`, which come in at `entries`; keep what arrives at the joins."""
+    def capture(self, leaves: Sequence[Tensor], entries: Collection[Node]) -> Gradients | None:
+        """Run the path from the roots to `leaves`, which come in at `entries`; keep what arrives at the joins.
+
+        Returns:
+            The gradients of `leaves`, or None, with nothing run, if this graph runs as a whole only.
+        """
         graph = _Graph([edge for edge, _ in self._waiting], entries)
+        if graph.indivisible():
+            return None
         roots = [(edge, gradient) for edge, gradient in self._waiting if edge[0] in graph.path]
         if not roots:
             return [None] * len(leaves)
@@ -149,7 +160,7 @@ class _Weights:
         hooks = [node.register_prehook(partial(arrived.__setitem__, node)) for node in joins]
         captured = torch.autograd.grad(
             [GradientEdge(*edge) for edge, _ in roots],
-            [*leaves, *(GradientEdge(*edge) for edge in sides)],
+            [*map(get_gradient_edge, leaves), *(GradientEdge(*edge) for edge in sides)],
             [gradient for _, gradient in roots],
             retain_graph=True,
             allow_unused=True,
@@ -178,6 +189,13 @@ class _Weights:
             torch.autograd.backward([GradientEdge(*edge) for edge in sums], list(sums.values()))
 
 
+_INDIVISIBLE = {
+    "CheckpointFunctionBackward": "activation checkpointing with use_reentrant=True",
+    "CompiledFunctionBackward": "a module compiled by torch.compile",
+}
+"""Nodes that refuse to be asked for some gradients and not for others, by name, and what makes them."""
+
+
 class _Graph:
     """The part of an autograd graph below some edges, as the split backward sees it."""
 
@@ -201,6 +219,13 @@ class _Graph:
                 continue
             below[node] = [(after, output) for after, output in node.next_functions if after is not None]
             stack += [after for after, _ in below[node] if after not in below]
+
+    def indivisible(self) -> bool:
+        """Whether something in the graph takes part in a whole backward only; say so, once."""
+        for name in {type(node).__name__ for node in self.path} & _INDIVISIBLE.keys():
+            warnings.warn(f"{_INDIVISIBLE[name]} takes no split backward: its stage runs all of it at I", stacklevel=2)
+            return True
+        return False
 
     def sides(self, node: Node) -> list[Edge]:
         """The edges of a path node from which only parameters are reached."""
@@ -252,8 +277,8 @@ _saved_names: dict[type, tuple[str, ...]] = {}
 
 def _runs_once(node: Node) -> bool:
     """Whether a node must not be called twice: one from outside of torch, or whose saved tensors are recomputed."""
-    kind = type(node)
-    if isinstance(node, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction":
+    kind: type = type(node)
+    if issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction":
         return True
     if kind not in _saved_names:
         _saved_names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
@@ -274,7 +299,7 @@ class _Within(torch.autograd.Function):
         return leaf.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.function()
         return gradient, None
 
@@ -291,7 +316,7 @@ def _call(joins: Sequence[_Join]) -> Waiting:
 
     def call() -> None:
         for join in joins:
-            found = join.node(*join.gradients)
+            found = cast(Any, join.node)(*join.gradients)
             gradients = found if isinstance(found, tuple) else (found,)
             for edge, gradient in zip(join.node.next_functions, gradients, strict=True):
                 if gradient is not None and edge in sides:
@@ -303,6 +328,7 @@ def _call(joins: Sequence[_Join]) -> Waiting:
         metadata = _metadata(node)[output]
         zeros.append(torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape))
     leaf = torch.zeros((), device=zeros[0].device, requires_grad=True)
-    start: Tensor = _Within.apply(leaf, call)  # type: ignore[no-untyped-call]
-    torch.autograd.grad([start, *asked], [leaf, *asked], [torch.ones_like(leaf), *zeros], allow_unused=True)
+    start = get_gradient_edge(_Within.apply(leaf, call))  # type: ignore[no-untyped-call]
+    one = torch.ones_like(leaf)
+    torch.autograd.grad([start, *asked], [get_gradient_edge(leaf), *asked], [one, *zeros], allow_unused=True)
     return results

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn, TypeVarTuple
@@ -65,7 +66,10 @@ def launch(
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             for rank in range(ranks):
-                child = os.fork()
+                with warnings.catch_warnings():
+                    # Python 3.12 and later warn of threads; those that importing torch brings stand a fork.
+                    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+                    child = os.fork()
                 if child == 0:
                     _be_rank(parent, mask, rank, ranks, listener, backend, timeout, lambda: function(*args))
                 children[child] = rank

@@ -47,7 +47,7 @@ def split(value: Any, microbatches: int, what: str) -> list[Any]:
             f"are shapes {wrong}; pass what belongs to every sample by keyword"
         )
     sizes = [size // microbatches + (index < size % microbatches) for index in range(microbatches)]
-    cut = [tensor.split(sizes) for tensor in tensors(value)]
+    cut = [torch.split(tensor, sizes) for tensor in tensors(value)]
     parts = []
     for index in range(microbatches):
         each = iter(cut)

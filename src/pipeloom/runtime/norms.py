@@ -40,7 +40,7 @@ def clip_grad_norm_(
             )
     if not alone:
         dist.all_reduce(each, group=group)
-    total = torch.linalg.vector_norm(each[each != _ABSENT])
+    total: Tensor = torch.linalg.vector_norm(each[each != _ABSENT])
     held = [parameter for own in parameters.values() for parameter in own if parameter.grad is not None]
     nn.utils.clip_grads_with_norm_(held, max_norm, total)
     return total

@@ -58,7 +58,7 @@ class Part:
 
     @property
     def outputs(self) -> Sequence[Tensor]:
-        """Backward: the tensors at which it starts, in order: the outputs that want a gradient, or the weighted loss."""
+        """Backward: where it starts, in order: the outputs that want a gradient, or the weighted loss."""
         return self._tape.roots
 
     @property

@@ -155,9 +155,7 @@ class Pipeline:
         if self.last and self._loss_fn is None:
             raise PipelineError("step needs a loss: Pipeline(..., loss_fn=...)")
         self._refuse_leftovers()
-        batch = self._batch(
-            self.schedule.microbatches, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, train=True
-        )
+        batch = self._batch(self.schedule.microbatches, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
         empty = [parameter for parameter in parameters if parameter.grad is None]
         try:
@@ -188,7 +186,7 @@ class Pipeline:
         """
         ready = next((mbs for mbs in (arg_mbs, kwarg_mbs, target_mbs) if mbs is not None), None)
         count = microbatches or (len(ready) if ready is not None else self.schedule.microbatches)
-        batch = self._batch(count, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, train=False)
+        batch = self._batch(count, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         devices = {
             tensor.device for module in self._modules.values() for tensor in module.parameters() if tensor.is_cuda
         }
@@ -231,8 +229,6 @@ class Pipeline:
         arg_mbs: Sequence[Any] | None,
         kwarg_mbs: Sequence[Mapping[str, Any]] | None,
         target_mbs: Sequence[Any] | None,
-        *,
-        train: bool,
     ) -> Batch:
         for name, ready, whole in (
             ("arg_mbs", arg_mbs, bool(args)),
@@ -298,8 +294,8 @@ class Pipeline:
         order = range(program.schedule.microbatches)
         if len(set(run.sizes.values())) > 1 and self._weight == "samples" and train:
             raise BatchError(
-                f"microbatches have {[run.sizes[index] for index in order]} samples, and without targets the rank of the "
-                'last stage cannot weight them in time; pass target, or choose weight="equal" or "sum"'
+                f"microbatches have {[run.sizes[index] for index in order]} samples, and without targets the rank of "
+                'the last stage cannot weight them in time; pass target, or choose weight="equal" or "sum"'
             )
         if losses is not None:
             losses[:] = [run.losses[index] for index in order if index in run.losses]
