@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -124,6 +126,36 @@ def test_any_text_is_an_action_or_a_mistake(text: str) -> None:
         assert 0 <= read.at <= len(text)
         assert read.length >= 1
         assert len(str(read)) < 1000
+
+
+NUMBER = "(0|[1-9][0-9]{0,5})"
+COMPUTE = f"{NUMBER}[FBIW]{NUMBER}"
+PART = f"[ \\t]*{COMPUTE}[ \\t]*"
+ANY = "|".join(
+    [
+        COMPUTE,
+        rf"\({PART}(;{PART})+\)OVERLAP_F_B",
+        f"{NUMBER}SEND_[FB]{NUMBER}(>{NUMBER})?",
+        f"{NUMBER}RECV_[FB]{NUMBER}(<{NUMBER})?",
+        f"{NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD)",
+    ]
+)
+
+
+@st.composite
+def nearly_actions(draw: st.DrawFn) -> str:
+    """The text of an action with a few characters put in, put out or changed."""
+    text = str(draw(actions()))
+    for _ in range(draw(st.integers(0, 2))):
+        start = draw(st.integers(0, len(text)))
+        end = draw(st.integers(start, min(start + 2, len(text))))
+        text = text[:start] + draw(st.text(alphabet="0129FBIW_SENDRCV(;)<>- \t\n", max_size=2)) + text[end:]
+    return text
+
+
+@given(nearly_actions())
+def test_the_grammar_decides_what_is_an_action(text: str) -> None:
+    assert isinstance(action_or_mistake(text), Action) == bool(re.fullmatch(ANY, text))
 
 
 def action_or_mistake(text: str) -> Action | ActionError:

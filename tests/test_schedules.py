@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pipeloom as pl
 from pipeloom import Action, Kind, Schedule
 from pipeloom.errors import SizeError, UnknownScheduleError
 from pipeloom.schedules import RECIPES, Recipe, find, make, names
-from strategies import parts, unfinished
+from strategies import is_ready, parts, unfinished
 
 DATA = Path(__file__).parent / "data"
 GOLDEN: dict[str, list[str]] = json.loads((DATA / "orders_p4.json").read_text())
@@ -88,6 +89,42 @@ def test_one_rank_and_one_microbatch(recipe: Recipe) -> None:
     kinds = {action.kind for action in parts(schedule.rows[0])}
     assert len(schedule.rows) == 1
     assert Kind.F in kinds
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule"),
+    [
+        ("_gpipe", make("GPipe", ranks=4, microbatches=4)),
+        ("_one_f_one_b", make("1F1B", ranks=4, microbatches=6)),
+        ("_interleaved_1f1b", make("Interleaved1F1B", ranks=2, microbatches=4)),
+        ("_looped_bfs", make("LoopedBFS", ranks=2, microbatches=3)),
+        ("_interleaved_zero_bubble", make("InterleavedZeroBubble", ranks=4, microbatches=6, stages_per_rank=1)),
+        ("_zbv_zero_bubble", make("ZBVZeroBubble", ranks=2, microbatches=4)),
+        ("_dualpipev", make("DualPipeV", ranks=2, microbatches=4)),
+    ],
+)
+def test_pictures_are_of_the_schedule(module: str, schedule: Schedule) -> None:
+    text = import_module(f"pipeloom.schedules.{module}").__doc__ or ""
+    shown = [line for line in text.splitlines() if "|" in line]
+    assert shown == [f"    rank {rank} | {row}" for rank, row in enumerate(drawn(schedule))]
+
+
+def drawn(schedule: Schedule) -> list[str]:
+    """The rows with every cell under its slot, where each takes one slot and runs as soon as it can."""
+    done: set[Action] = set()
+    left = [list(row) for row in schedule.rows]
+    slots: list[list[str]] = []
+    while any(left):
+        runs = [row.pop(0) if row and can_run(row[0], done, schedule.stages) else None for row in left]
+        done.update(parts(cell for cell in runs if cell))
+        slots.append([str(cell or "").removesuffix("OVERLAP_F_B") for cell in runs])
+    widths = [max(map(len, slot)) for slot in slots]
+    rows = zip(*slots, strict=True)
+    return [" ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def can_run(cell: Action, done: set[Action], stages: int) -> bool:
+    return all(is_ready(part, done, stages) for part in cell.computes)
 
 
 def test_placements() -> None:

@@ -1,9 +1,9 @@
 """DualPipeV: two stages a rank in a V; in the middle every cell is a forward and a backward run as one.
 
-Two ranks, four stages, five microbatches (a bracket is an overlapped pair):
+Two ranks, four stages, four microbatches (a bracket is an overlapped pair):
 
-    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) (0F4;3B2) (3F3;0B1) 3B3 (3F4;0B2) 3B4 0I3 0W3 0I4 0W4
-    rank 1 | 1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) (1F4;2B2) (2F4;1B2) 2B3 1B3 2I4 1I4 2W4 1W4
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2       (3F3;0B1) 3B3 0I2 0W2 0I3 0W3
+    rank 1 |     1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2       1B2 2I3 1I3 2W3 1W3
 
 The backward is split only where the pipeline fills and drains.
 """

@@ -1,5 +1,7 @@
 """GPipe: all forwards, then all backwards.
 
+Four ranks, four microbatches, every cell drawn as long as every other, as in all these pictures:
+
     rank 0 | 0F0 0F1 0F2 0F3                         0B0 0B1 0B2 0B3
     rank 1 |     1F0 1F1 1F2 1F3                 1B0 1B1 1B2 1B3
     rank 2 |         2F0 2F1 2F2 2F3         2B0 2B1 2B2 2B3
