@@ -127,6 +127,7 @@ def _understood(
 
 def _run(config: TrainConfig, schedule: Schedule, text: bytes) -> None:
     import torch.distributed as dist
+    from rich.console import Console
     from torch import cuda
 
     from pipeloom.runtime.launcher import launch, under_torchrun
@@ -141,4 +142,7 @@ def _run(config: TrainConfig, schedule: Schedule, text: bytes) -> None:
         run(config, schedule, corpus)
         dist.destroy_process_group()
     else:
-        launch(run, schedule.ranks, config, schedule, corpus, backend=backend)
+        try:
+            launch(run, schedule.ranks, config, schedule, corpus, backend=backend)
+        finally:
+            Console(stderr=True).show_cursor()  # which the rank that drew the progress bar may have had no time to do
