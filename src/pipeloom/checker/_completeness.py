@@ -43,8 +43,9 @@ def coarse_problems(schedule: Schedule) -> Iterator[Problem]:
 
 def completeness_problems(table: Table) -> Iterator[Problem]:
     """What is missing, and what is done twice."""
-    for stage in range(table.schedule.stages):
-        yield from _missing(table, stage)
+    for stage, holder in enumerate(table.holder):
+        if holder != ABSENT:
+            yield from _missing(table, stage)
     for place, before in table.repeated:
         rank, step = table.rank_and_step(max(before, 0))
         where = f"rank {rank}, step {step}" if before >= 0 else "the row of another rank"
@@ -78,7 +79,7 @@ def _missing(table: Table, stage: int) -> Iterator[Problem]:
             spans = ranges(first + index for index in indices)
             yield Problem(
                 code=code,
-                rank=table.schedule.placement.get(stage),
+                rank=table.holder[stage],
                 message=f"stage {stage} {message.format(named('microbatch', spans))}",
                 hint=f"add {stage}{kind}{spans[0][0]}{' and so on' if len(indices) > 1 else ''} to the row",
             )

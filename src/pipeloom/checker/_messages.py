@@ -55,10 +55,12 @@ def message_problems(table: Table) -> Iterator[Problem]:
             send, receive = route.message
             if send.far == ABSENT:
                 wanted |= {(send.kind, send.stage), (receive.kind, receive.stage)}
+            ends = table.holder[send.stage], table.holder[receive.stage]
+            if ABSENT in ends:
+                continue
             if send.kind is Kind.SEND_F or table.trains:
                 yield from _missing(table, send, f"send it to stage {receive.stage}")
                 yield from _missing(table, receive, f"receive it from stage {send.stage}")
-                ends = table.holder[send.stage], table.holder[receive.stage]
                 channels.setdefault(ends, []).append(route.message)
             else:
                 yield from _needless(table, send, "the rows hold no backward")
@@ -127,6 +129,6 @@ def _out_of_order(table: Table, sender: int, receiver: int, messages: list[Messa
                 action=cells[found - start],
                 message=f"the next that rank {sender} sends to rank {receiver} is "
                 f"{table.schedule.rows[sender][at]} (step {at})",
-                hint=f"messages between two ranks arrive in the order of the sends: {cells[expected - start]} goes here",
+                hint=f"receives between two ranks stand in the order of the sends: {cells[expected - start]} first",
             )
             return
