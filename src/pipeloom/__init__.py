@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from pipeloom import schedules
 from pipeloom.action import Action, Kind
 from pipeloom.checker import check
+from pipeloom.costs import Costs
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.passes import forward_only, lower
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
+from pipeloom.simulator import simulate
+from pipeloom.timeline import Timeline
 from pipeloom.wiring import Wiring
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "Costs",
     "Kind",
     "Pipeline",
     "PipeloomError",
@@ -30,6 +34,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Stage",
+    "Timeline",
     "Wiring",
     "check",
     "fill",
@@ -37,6 +42,7 @@ __all__ = [
     "lower",
     "reference",
     "schedules",
+    "simulate",
     "split",
 ]
 
