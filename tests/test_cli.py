@@ -83,7 +83,7 @@ def test_show_draws_time_from_left_to_right(pipeloom: Run) -> None:
         "rank 0 | 0F0 0F1 .   .   0B0---- .   0B1----\n"
         "rank 1 | .   1F0 1B0---- 1F1 1B1---- .   .\n"
         "\n"
-        "makespan 9, bubble 33.3%, with F = I = W = 1, B = 2 and communication free\n"
+        "makespan 9, bubble 33.3%, with F = I = W = 1, B = 2 and messages free\n"
     )
 
 

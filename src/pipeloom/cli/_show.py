@@ -9,7 +9,8 @@ import sys
 from pipeloom.action import COMMUNICATION, SHARDING
 from pipeloom.cli._answer import AsJson, answer, answer_json, faults, sizes
 from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
-from pipeloom.drawing import Table
+from pipeloom.drawing import table
+from pipeloom.simulator import simulate
 
 
 def show(
@@ -33,7 +34,7 @@ def show(
             pieces=pieces,
             skips=skips,
         )
-        table = Table.of(schedule)
+        timeline = simulate(schedule.checked())
     if as_json:
         answer_json(
             {
@@ -43,9 +44,11 @@ def show(
                 "microbatches": schedule.microbatches,
                 "placement": {str(stage): rank for stage, rank in schedule.placement.items()},
                 "rows": [[str(cell) for cell in row] for row in schedule.rows],
-                "starts": table.starts,
-                "makespan": table.makespan,
-                "bubble": table.bubble,
+                "makespan": timeline.makespan,
+                "span": timeline.span,
+                "bubble": timeline.bubble,
+                "span_bubble": timeline.span_bubble,
+                "peak_activations": timeline.peak_activations,
             }
         )
         return
@@ -53,8 +56,8 @@ def show(
     width = shutil.get_terminal_size().columns if terminal else None
     answer(
         f"{schedule.name}: {sizes(schedule)}\n\n"
-        f"{table.text(width, color=terminal and not os.environ.get('NO_COLOR'))}\n\n"
-        f"makespan {table.makespan}, bubble {table.bubble:.1%}, with F = I = W = 1, B = 2 and communication free"
+        f"{table(timeline, width, color=terminal and not os.environ.get('NO_COLOR'))}\n\n"
+        f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}, with F = I = W = 1, B = 2 and messages free"
     )
     cells = [cell for row in schedule.rows for cell in row]
     if any(cell.parts for cell in cells):

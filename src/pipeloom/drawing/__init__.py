@@ -1,5 +1,5 @@
-"""Pictures of schedules."""
+"""Pictures of timelines."""
 
-from pipeloom.drawing._table import Table
+from pipeloom.drawing._table import table
 
-__all__ = ["Table"]
+__all__ = ["table"]
