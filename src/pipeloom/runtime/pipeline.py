@@ -343,8 +343,10 @@ def _lowered(schedule: Schedule | str, ranks: int, microbatches: int | None, sta
 
 def _refuse_misfits(schedule: Schedule, rank: int, ranks: int, modules: Mapping[int, nn.Module]) -> None:
     if schedule.ranks != ranks:
+        idle = [each for each, row in enumerate(schedule.rows) if not row]
+        blank = f" (ranks {idle} have no actions: a blank line of a text is a rank)" if idle else ""
         raise PipelineError(
-            f"{schedule.name} has {schedule.ranks} ranks, and the group has {ranks}; "
+            f"{schedule.name} has {schedule.ranks} ranks{blank}, and the group has {ranks}; "
             "start as many ranks as the schedule has rows"
         )
     held = schedule.stages_of(rank)
