@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action
 
-from pipeloom import Action, Schedule
+from pipeloom import Action, Schedule, lower
 from pipeloom.errors import ActionError
-from pipeloom.schedules import make, names
+from pipeloom.schedules import make
 from strategies import actions, schedules, unfinished
 
 RUNTIME: Any = torch_schedules._PipelineScheduleRuntime
@@ -102,7 +102,7 @@ def torch_order(name: str, schedule: Schedule) -> list[list[Any]]:
     return [[cell for cell in row if cell is None or cell.is_compute_op] for row in rows]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", TORCH)
 def test_csv_to_torch_and_back(name: str, tmp_path: Path) -> None:
     schedule = make(name, ranks=4, microbatches=8)
     ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
@@ -115,7 +115,7 @@ def test_csv_to_torch_and_back(name: str, tmp_path: Path) -> None:
     assert Schedule.from_csv(theirs) == schedule
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", TORCH)
 def test_csv_with_communication_to_torch_and_back(name: str, tmp_path: Path) -> None:
     schedule = make(name, ranks=4, microbatches=8)
     compute, theirs, ours = tmp_path / "compute.csv", tmp_path / "theirs.csv", tmp_path / "ours.csv"
@@ -134,6 +134,27 @@ def test_csv_with_communication_to_torch_and_back(name: str, tmp_path: Path) -> 
     runtime = torch_runtime(schedule)
     runtime._load_csv(str(ours), format="compute_comms")
     assert runtime.pipeline_order_with_comms == lowered.pipeline_order_with_comms
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_torch_reads_what_we_lower(name: str, tmp_path: Path) -> None:
+    lowered = lower(make(name, ranks=4, microbatches=8), shard=True, reduce=True)
+    path = tmp_path / "ours.csv"
+    path.write_text(lowered.to_csv())
+    runtime = torch_runtime(lowered)
+    runtime._load_csv(str(path), format="compute_comms")
+    assert texts(runtime.pipeline_order_with_comms.values()) == texts(lowered.rows)
+
+
+@pytest.mark.parametrize("name", [name for name in TORCH if name != "DualPipeV"])
+def test_torch_simulates_what_we_lower_to_its_end(name: str, tmp_path: Path) -> None:
+    """PyTorch's simulator knows no composites; it refuses rows that cannot go on."""
+    lowered = lower(make(name, ranks=4, microbatches=8))
+    path = tmp_path / "ours.csv"
+    path.write_text(lowered.to_csv())
+    runtime = torch_runtime(lowered)
+    runtime._load_csv(str(path), format="compute_comms")
+    assert texts(runtime._simulate().values()) == texts(lowered.rows)
 
 
 def test_blank_cells_that_torch_writes_are_dropped(tmp_path: Path) -> None:
