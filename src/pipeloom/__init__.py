@@ -19,7 +19,7 @@ from pipeloom.timeline import Timeline
 from pipeloom.wiring import Wiring
 
 if TYPE_CHECKING:
-    from pipeloom.runtime import Pipeline, Stage, reference
+    from pipeloom.runtime import Part, Pipeline, Stage, reference
     from pipeloom.splitter import fill, split
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "Part",
     "Pipeline",
     "PipeloomError",
     "Problem",
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
+    "Part": "pipeloom.runtime",
     "Pipeline": "pipeloom.runtime",
     "Stage": "pipeloom.runtime",
     "reference": "pipeloom.runtime",
