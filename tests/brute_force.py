@@ -209,7 +209,7 @@ def _look_at_weights(schedule: Schedule) -> None:
 
 def any_schedule(random: Random) -> Schedule:
     """A right schedule that only computes: any wiring, any placement, any order that can run, composites among it."""
-    length = random.randint(1, 4)
+    length = random.choice((1, 2, 3, 3, 4, 5))
     possible = [(source, target) for source in range(length) for target in range(source + 2, length)]
     wiring = Wiring(
         length,
@@ -218,7 +218,7 @@ def any_schedule(random: Random) -> Schedule:
         skips=tuple(edge for edge in possible if random.random() < 0.3),
     )
     microbatches = random.randint(1, 3) * wiring.pieces
-    ranks = random.randint(1, 3)
+    ranks = random.choice((1, 2, 2, 3, 4))
     placement = {stage: random.randrange(ranks) for stage in range(wiring.stages * wiring.copies)}
     left: list[Action] = []
     trains = random.random() < 0.8
@@ -245,16 +245,22 @@ def any_schedule(random: Random) -> Schedule:
 
 
 def mutant(schedule: Schedule, random: Random) -> Schedule:
-    """The schedule with one mistake: something dropped, doubled, swapped, moved, relabelled, inserted or joined."""
+    """The schedule with one mistake: something dropped, doubled, swapped, shuffled, moved, relabelled, inserted or joined."""
     rows = [list(row) for row in schedule.rows]
     rank = random.choice([rank for rank, row in enumerate(rows) if row] or [0])
     row = rows[rank]
     if not row:
         return schedule
     step = random.randrange(len(row))
-    match random.choice(("drop", "double", "swap", "shift", "move", "relabel", "relabel", "insert", "join", "part")):
+    match random.choice(
+        ("drop", "double", "swap", "shift", "shift", "shuffle", "move", "relabel", "relabel", "insert", "join", "part")
+    ):
         case "drop":
             del row[step]
+        case "shuffle":
+            window = row[step : step + 5]
+            random.shuffle(window)
+            row[step : step + 5] = window
         case "double":
             row.insert(random.randint(0, len(row)), row[step])
         case "swap":
