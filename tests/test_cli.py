@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from pipeloom import schedules
 from pipeloom.cli import main
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -55,22 +56,13 @@ def good(tmp_path: Path) -> str:
 def test_list(pipeloom: Run) -> None:
     result = pipeloom("list")
     assert (result.returncode, result.stderr) == (0, "")
-    assert [line.split()[0] for line in result.stdout.splitlines()] == [
-        "NAME",
-        "GPipe",
-        "1F1B",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ]
+    assert tuple(line.split()[0] for line in result.stdout.splitlines()) == ("NAME", *schedules.names())
 
 
 def test_list_in_json(pipeloom: Run) -> None:
     entries = json.loads(pipeloom("list", "--json").stdout)
     assert entries[0]["name"] == "GPipe"
-    assert {entry["placement"] for entry in entries} == {"linear", "loop", "V"}
+    assert {entry["placement"] for entry in entries} >= {"linear", "loop", "V"}
 
 
 def test_show_draws_time_from_left_to_right(pipeloom: Run) -> None:

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pipeloom as pl
+from pipeloom.runtime.launcher import launch
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "text.md").read_text()
@@ -43,6 +45,24 @@ def test_readme(tmp_path: Path) -> None:
     assert pipeloom(command, tmp_path) == transcript(readme, command)
     schedule = pl.schedules.make("1F1B", ranks=4, microbatches=4)
     assert "".join(f"    {line}\n" for line in schedule.to_csv().splitlines()) in readme
+
+
+def _train(code: str) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8)))
+    batches = [(torch.randn(20, 4), torch.randint(4, (20,)))]
+    exec(code, {"model": model, "batches": batches})
+
+
+def test_the_training_script_of_the_readme_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    script = re.search(r"^    import torch.*\n((?:    .*\n|\n)*)", readme, re.MULTILINE)
+    assert script is not None
+    code = re.sub(r"^    ", "", script[0], flags=re.MULTILINE)
+    assert 'dist.init_process_group("gloo")' in code
+    launch(_train, 4, code.replace('dist.init_process_group("gloo")', ""))
+    losses = capfd.readouterr().out.split()
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
 
 
 @pytest.mark.parametrize(
