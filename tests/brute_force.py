@@ -245,7 +245,7 @@ def any_schedule(random: Random) -> Schedule:
 
 
 def mutant(schedule: Schedule, random: Random) -> Schedule:
-    """The schedule with one mistake: something dropped, doubled, swapped, shuffled, moved, relabelled, inserted or joined."""
+    """The schedule with one mistake: cells dropped, doubled, swapped, shuffled, moved, relabelled, joined, ..."""
     rows = [list(row) for row in schedule.rows]
     rank = random.choice([rank for rank, row in enumerate(rows) if row] or [0])
     row = rows[rank]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brute_force import any_schedule, is_right, mutant
-from pipeloom import Schedule, ScheduleError, Wiring, check, lower
+from pipeloom import Action, Kind, Schedule, ScheduleError, Wiring, check, lower
 
 MUTANTS = int(os.environ.get("PIPELOOM_MUTANTS", "400"))
 """How many mutants the property tests look at."""
@@ -105,6 +108,18 @@ WRONG: dict[str, tuple[Schedule, list[str]]] = {
     ),
     "pieces in the wrong order": (read("0F1,0F0,0B1,0B0", wiring=Wiring(1, pieces=2)), ["too-early"]),
     "pieces backward in forward order": (read("0F0,0F1,0B0,0B1", wiring=Wiring(1, pieces=2)), ["too-early"]),
+    "no such microbatch": (replace(read("0F0,0F1"), microbatches=1), ["microbatch-unknown"]),
+    "no microbatch": (replace(read("0UNSHARD,0RESHARD"), microbatches=0), ["empty"]),
+    "no such rank": (
+        replace(read("0F0"), placement={0: 0, 1: 3}, wiring=Wiring(2)),
+        ["rank-unknown", "forward-missing"],
+    ),
+    "a send within a composite": (
+        read("0F0,0SEND_F0", "1RECV_F0,1F0").with_rows(
+            [[Action.parse("0F0"), Action(-1, Kind.OVERLAP_F_B)], [Action.parse("1F0")]]
+        ),
+        ["part-unknown"],
+    ),
     "half a batch": (read("0F0,0F1,0F2", wiring=Wiring(1, pieces=2)), ["pieces"]),
 }
 
@@ -184,6 +199,13 @@ def test_checked_raises_with_all_problems() -> None:
     with pytest.raises(ScheduleError) as caught:
         schedule.checked()
     assert list(caught.value.problems) == check(schedule)
+
+
+def test_the_documents_list_every_code() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "checker.md").read_text()
+    table = "".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    tested = {code for _, expected in WRONG.values() for code in expected}
+    assert set(re.findall(r"`([a-z-]+)`", table)) == tested | {"circle", "memory"}
 
 
 seeds = st.integers(0, 2**64 - 1)

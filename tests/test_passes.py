@@ -167,7 +167,7 @@ def test_every_named_schedule(name: str) -> None:
         lower(schedule, shard=True, reduce=True, ahead=1),
     ):
         assert check(each) == []
-        for microbatches in (None, 3, 11):
+        for microbatches in (None, 3 * each.wiring.pieces, 11 * each.wiring.pieces):
             evaluated = forward_only(each, microbatches)
             assert check(evaluated) == []
             assert not evaluated.trains

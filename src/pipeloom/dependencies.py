@@ -6,6 +6,14 @@ from pipeloom.action import Action, Kind
 from pipeloom.wiring import Wiring
 
 
+def microbatches_of(stage: int, wiring: Wiring, microbatches: int) -> range:
+    """The microbatches, of so many, that run in the copy that a stage belongs to: whole batches in equal shares."""
+    share = -(-(microbatches // wiring.pieces) // wiring.copies) * wiring.pieces or microbatches
+    copy = wiring.copy(stage)
+    first = min(copy * share, microbatches)
+    return range(first, microbatches if copy == wiring.copies - 1 else min(first + share, microbatches))
+
+
 class Dependencies:
     """The values that the stages of a wiring make, and what each needs first.
 
@@ -20,12 +28,11 @@ class Dependencies:
     def __init__(self, wiring: Wiring, microbatches: int) -> None:
         stages = range(wiring.total)
         self.pieces = wiring.pieces
-        share = -(-(microbatches // wiring.pieces) // wiring.copies) * wiring.pieces or microbatches
-        self.width = max(share, microbatches - share * (wiring.copies - 1))
+        runs = [microbatches_of(stage, wiring, microbatches) for stage in stages]
+        self.first = [run.start for run in runs]
+        self.end = [run.stop for run in runs]
+        self.width = max(map(len, runs))
         """How many numbers are set aside for the microbatches of one stage."""
-        firsts = [min(copy * share, microbatches) for copy in range(wiring.copies)] + [microbatches]
-        self.first = [firsts[wiring.copy(stage)] for stage in stages]
-        self.end = [firsts[wiring.copy(stage) + 1] for stage in stages]
         self.sources = [wiring.sources(stage) for stage in stages]
         self.targets = [wiring.targets(stage) for stage in stages]
         self.output = [stage * self.width - self.first[stage] for stage in stages]

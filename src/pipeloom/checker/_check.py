@@ -22,6 +22,9 @@ RULES: tuple[Callable[[Table], Iterator[Problem]], ...] = (
     sharding_problems,  # weights are there when used; gradients are reduced once
 )
 
+MOST_ABSENT = 100_000
+"""How many forwards may be missing before only a summary is given."""
+
 
 def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:
     """Everything that is wrong with `schedule`; an empty list if it is right: it ends, and computes everything once.
@@ -36,20 +39,22 @@ def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:
     """
     problems = [*placement_problems(schedule), *count_problems(schedule)]
     if schedule.microbatches > 0:
-        if _is_sparse(schedule):
-            problems += coarse_problems(schedule)
-        else:
+        coarse = _coarse(schedule, problems)
+        if coarse is None:
             table = Table(schedule)
             for rule in RULES:
                 problems += rule(table)
+        else:
+            problems += coarse
     if memory is not None:
         problems += memory_problems(schedule, memory)
     return problems
 
 
-def _is_sparse(schedule: Schedule) -> bool:
-    """Whether stages and microbatches are so many that most actions must be missing, as after a slip of the pen."""
-    wiring = schedule.wiring
-    width = -(-schedule.microbatches // wiring.copies) + wiring.pieces
-    size = (7 * wiring.total + 4 * len(wiring.skips) * wiring.copies) * width
-    return size > 1_000_000 + 32 * (len(schedule.placement) + sum(map(len, schedule.rows)))
+def _coarse(schedule: Schedule, problems: list[Problem]) -> list[Problem] | None:
+    """What can be said when, as after a slip of the pen, far more seems to be missing than is there; else None."""
+    actions = sum(len(cell.parts) or 1 for row in schedule.rows for cell in row)
+    if schedule.stages * schedule.microbatches <= MOST_ABSENT + 4 * actions:
+        return None
+    coarse = list(coarse_problems(schedule))
+    return coarse if coarse or problems else None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pipeloom.action import RECEIVES, SENDS, Action, Kind
 from pipeloom.checker._ranges import gaps, named, ranges
 from pipeloom.checker._table import ABSENT, Table
+from pipeloom.dependencies import microbatches_of
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
 
@@ -33,7 +34,8 @@ def coarse_problems(schedule: Schedule) -> Iterator[Problem]:
                 if action.kind is Kind.F:
                     seen.setdefault(action.stage, set()).add(action.microbatch)
     for stage, numbers in sorted(seen.items()):
-        if missing := gaps(sorted(numbers), 0, schedule.microbatches):
+        runs = microbatches_of(stage, schedule.wiring, schedule.microbatches)
+        if missing := gaps(sorted(numbers), runs.start, runs.stop):
             yield Problem(
                 code="forward-missing",
                 message=f"stage {stage} does not run {named('microbatch', missing)} forward",

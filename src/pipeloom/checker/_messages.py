@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 from pipeloom.action import COMMUNICATION, Kind
@@ -109,26 +108,26 @@ def _why_not(table: Table, kind: Kind, stage: int) -> str:
 
 def _out_of_order(table: Table, sender: int, receiver: int, messages: list[Message]) -> Iterator[Problem]:
     """One problem for two ranks whose orders differ, naming where they first do."""
-    both = sorted(
-        pair
-        for send, receive in messages
-        for pair in zip(table.cells(send), table.cells(receive), strict=True)
-        if pair[0] >= 0 and pair[1] >= 0
-    )
-    if all(first[1] < second[1] for first, second in pairwise(both)):
+    receives: dict[int, int] = {}
+    for send, receive in messages:
+        receives.update(zip(table.cells(send), table.cells(receive), strict=True))
+    sends = sorted(cell for cell, receive in receives.items() if cell >= 0 and receive >= 0)
+    expected = [receives[cell] for cell in sends]
+    found = sorted(expected)
+    if found == expected:
         return
     cells = table.schedule.rows[receiver]
     start = table.starts[receiver]
-    for (sent, expected), found in zip(both, sorted(receive for _, receive in both), strict=True):
-        if expected != found:
+    for sent, due, stands in zip(sends, expected, found, strict=True):
+        if due != stands:
             _, at = table.rank_and_step(sent)
             yield Problem(
                 code="receive-order",
                 rank=receiver,
-                step=found - start,
-                action=cells[found - start],
+                step=stands - start,
+                action=cells[stands - start],
                 message=f"the next that rank {sender} sends to rank {receiver} is "
                 f"{table.schedule.rows[sender][at]} (step {at})",
-                hint=f"receives between two ranks stand in the order of the sends: {cells[expected - start]} first",
+                hint=f"receives between two ranks stand in the order of the sends: {cells[due - start]} first",
             )
             return
