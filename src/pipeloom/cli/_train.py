@@ -117,8 +117,11 @@ def _understood(
         text = read_text(config.data)
     except DataError as error:
         mistakes.append(str(error))
-    if config.metrics not in (None, "-") and not os.access(Path(config.metrics).parent, os.W_OK):
-        mistakes.append(f"--json {config.metrics} cannot be written: its directory is missing or not yours to write")
+    if config.metrics not in (None, "-"):
+        try:
+            open(config.metrics, "a").close()
+        except OSError as error:
+            mistakes.append(f"--json {config.metrics} cannot be written: {error.strerror}")
     mistakes += config.mistakes(schedule.microbatches if schedule else None, None if text is None else len(text))
     if mistakes or schedule is None or text is None:
         raise UsageError("\n  ".join(["train is given what it cannot do:", *mistakes]))

@@ -19,7 +19,7 @@ class ModelConfig:
     """How many features a position has."""
     heads: int = 4
     """How many heads attention has; they share the features equally."""
-    context: int = 128
+    context: int = 64
     """How many bytes the model sees at most."""
 
     def mistakes(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a bar on the standard error, results on the standard output, metrics as JSON lines."""
+"""What a run says while it goes: progress on the standard error, results on the standard output, metrics to a file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 import sys
 import time
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
+
+_PAUSE = 5.0
+"""Seconds between two lines of progress where there is no terminal for a bar."""
 
 
 class Report:
@@ -25,18 +29,15 @@ class Report:
         self._steps, self._tokens, self._metrics = steps, tokens, metrics
         self._open = ExitStack()
         self._lines: TextIO | None = None
-        self._since = time.perf_counter()
-        self._trained = 0.0
+        self._status = ""
         self._loss = float("nan")
-        console = Console(stderr=True)
+        self._training = 0.0
+        self._terminal = Console(stderr=True).is_terminal
         self._progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            disable=not console.is_terminal,
+            console=Console(stderr=True),
+            disable=not self._terminal,
             redirect_stdout=sys.stdout.isatty(),
         )
 
@@ -44,27 +45,32 @@ class Report:
         if self._metrics == "-":
             self._lines = sys.stdout
         elif self._metrics is not None:
-            self._lines = self._open.enter_context(open(self._metrics, "w", encoding="utf-8", buffering=1))
+            self._lines = self._open.enter_context(open(self._metrics, "w", encoding="utf-8"))
         self._open.enter_context(self._progress)
-        self._task = self._progress.add_task("train", total=self._steps, loss="-", speed="-")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
     def start(self, **values: object) -> None:
-        """Say what is about to run."""
+        """Say what is about to run, and start the clock."""
         self._write("start", **values)
-        self._since = time.perf_counter()
+        self._bar = self._progress.add_task("", total=self._steps)
+        self._began = self._since = self._said = time.perf_counter()
 
     def step(self, step: int, loss: float, rate: float, norm: float) -> None:
         """Tell of a training step that has just ended."""
-        seconds = time.perf_counter() - self._since
-        self._since += seconds
-        self._trained += seconds
+        seconds = self._lap()
+        self._training += seconds
         self._loss = loss
         speed = self._tokens / seconds
-        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", speed=f"{speed:,.0f}")
+        left = timedelta(seconds=round((self._since - self._began) / step * (self._steps - step)))
+        self._status = f"{speed:,.0f} tokens/s  {left} left"
+        line = f"step {step}/{self._steps}  loss {loss:.4f}  {self._status}"
+        self._progress.update(self._bar, completed=step, description=line)
+        if not self._terminal and self._since - self._said >= _PAUSE:
+            self._said = self._since
+            print(line, file=sys.stderr, flush=True)
         self._write(
             "step",
             step=step,
@@ -77,16 +83,19 @@ class Report:
 
     def evaluated(self, step: int, loss: float) -> None:
         """Tell of an evaluation that has just ended."""
-        seconds = time.perf_counter() - self._since
-        self._since += seconds
-        self._say(f"step {step:>{len(str(self._steps))}}  loss {self._loss:.4f}  held-out loss {loss:.4f}")
+        seconds = self._lap()
+        self._say(f"step {step}/{self._steps}  loss {self._loss:.4f}  held-out loss {loss:.4f}  {self._status}")
         self._write("eval", step=step, loss=loss, seconds=seconds)
 
     def end(self) -> None:
         """Say what came of it all."""
-        speed = self._steps * self._tokens / self._trained
-        self._say(f"{self._steps} steps in {self._trained:.1f} s, {speed:,.0f} tokens/s, last loss {self._loss:.4f}")
-        self._write("end", steps=self._steps, loss=self._loss, seconds=self._trained, tokens_per_second=speed)
+        speed = self._steps * self._tokens / self._training
+        self._say(f"trained {self._steps} steps in {self._training:.1f} s, {speed:,.0f} tokens/s")
+        self._write("end", steps=self._steps, loss=self._loss, seconds=self._training, tokens_per_second=speed)
+
+    def _lap(self) -> float:
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
 
     def _say(self, text: str) -> None:
         if self._metrics != "-":
