@@ -92,27 +92,31 @@ def random_schedule(
     return Schedule(tuple(map(tuple, found)), placement, Wiring(stages), microbatches)
 
 
-def is_ready(action: Action, done: set[Action], stages: int) -> bool:
-    """Whether what a compute action of a plain chain needs is among the actions that are `done`."""
+def is_ready(action: Action, done: set[Action], stages: int, pieces: int = 1) -> bool:
+    """Whether what a compute action needs is among the `done` ones, on chains of `stages`."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is Kind.F:
-        return stage == 0 or Action(stage - 1, Kind.F, microbatch) in done
+        piece = microbatch % pieces == 0 or Action(stage, Kind.F, microbatch - 1) in done
+        return piece and (stage % stages == 0 or Action(stage - 1, Kind.F, microbatch) in done)
     if kind is Kind.W:
         return Action(stage, Kind.I, microbatch) in done
     if Action(stage, Kind.F, microbatch) not in done:
         return False
-    return stage == stages - 1 or any(Action(stage + 1, each, microbatch) in done for each in (Kind.B, Kind.I))
+    after = [] if stage % stages == stages - 1 else [(stage + 1, microbatch)]
+    after += [] if (microbatch + 1) % pieces == 0 else [(stage, microbatch + 1)]
+    return all(any(Action(at, each, number) in done for each in (Kind.B, Kind.I)) for at, number in after)
 
 
 def unfinished(schedule: Schedule) -> list[Action]:
-    """The cells that never run when every rank of a plain chain runs its row in order, waiting for what it needs."""
+    """The cells that never run when every rank runs its row in order, waiting for what it needs on the chains."""
+    stages, pieces = schedule.wiring.stages, schedule.wiring.pieces
     done: set[Action] = set()
     at = [0] * schedule.ranks
     progress = True
     while progress:
         progress = False
         for rank, row in enumerate(schedule.rows):
-            while at[rank] < len(row) and all(is_ready(part, done, schedule.stages) for part in row[at[rank]].computes):
+            while at[rank] < len(row) and all(is_ready(part, done, stages, pieces) for part in row[at[rank]].computes):
                 done.update(row[at[rank]].computes)
                 at[rank] += 1
                 progress = True

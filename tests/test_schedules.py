@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeloom as pl
-from pipeloom import Action, Kind, Schedule
+from pipeloom import Action, Kind, Schedule, Wiring
 from pipeloom.errors import SizeError, UnknownScheduleError
 from pipeloom.schedules import RECIPES, Recipe, find, make, names
 from strategies import is_ready, parts, unfinished
@@ -51,7 +51,7 @@ def test_dualpipev_is_the_golden_text_to_the_letter() -> None:
 def sizes(draw: st.DrawFn, recipe: Recipe) -> dict[str, int]:
     most = recipe.most_stages_per_rank or 4
     return {
-        "ranks": draw(st.integers(1, 8)),
+        "ranks": draw(st.integers(1, 8 // recipe.copies)) * recipe.copies,
         "microbatches": draw(st.integers(1, 24)),
         "stages_per_rank": draw(st.integers(recipe.least_stages_per_rank, most)),
     }
@@ -66,14 +66,14 @@ def test_every_size_runs_to_its_end_with_each_action_once(recipe: Recipe, data: 
     size = data.draw(sizes(recipe))
     schedule = recipe.make(**size)
     assert schedule.ranks == size["ranks"]
-    assert schedule.microbatches == size["microbatches"]
+    assert schedule.microbatches == size["microbatches"] * schedule.wiring.pieces
     assert schedule.stages == size["ranks"] * size["stages_per_rank"]
     assert unfinished(schedule) == []
     for rank, row in enumerate(schedule.rows):
         counts = Counter(parts(row))
         assert {schedule.placement[action.stage] for action in counts} == {rank}
         for stage in schedule.stages_of(rank):
-            for microbatch in range(size["microbatches"]):
+            for microbatch in microbatches_of(schedule, stage):
                 forward, whole, inputs, weights = (
                     counts.pop(Action(stage, k, microbatch), 0) for k in Kind if k in "FBIW"
                 )
@@ -83,11 +83,21 @@ def test_every_size_runs_to_its_end_with_each_action_once(recipe: Recipe, data: 
         assert not counts
 
 
+def microbatches_of(schedule: Schedule, stage: int) -> range:
+    """The numbers of the microbatches that a stage runs: all, or of two copies the first or the second half."""
+    total = schedule.microbatches
+    if schedule.wiring.copies == 1:
+        return range(total)
+    assert schedule.wiring.copies == 2
+    half = (total + 1) // 2
+    return range(half) if stage < schedule.stages // 2 else range(half, total)
+
+
 @every_recipe
-def test_one_rank_and_one_microbatch(recipe: Recipe) -> None:
-    schedule = recipe.make(1, 1)
+def test_one_microbatch_on_the_fewest_ranks(recipe: Recipe) -> None:
+    schedule = recipe.make(recipe.copies, 1)
     kinds = {action.kind for action in parts(schedule.rows[0])}
-    assert len(schedule.rows) == 1
+    assert len(schedule.rows) == recipe.copies
     assert Kind.F in kinds
 
 
@@ -101,6 +111,17 @@ def test_one_rank_and_one_microbatch(recipe: Recipe) -> None:
         ("_interleaved_zero_bubble", make("InterleavedZeroBubble", ranks=4, microbatches=6, stages_per_rank=1)),
         ("_zbv_zero_bubble", make("ZBVZeroBubble", ranks=2, microbatches=4)),
         ("_dualpipev", make("DualPipeV", ranks=2, microbatches=4)),
+        ("_zb_h1", make("ZB-H1", ranks=4, microbatches=6)),
+        ("_zb_h2", make("ZB-H2", ranks=3, microbatches=5)),
+        ("_v_half", make("V-Half", ranks=2, microbatches=4)),
+        ("_v_min", make("V-Min", ranks=3, microbatches=3)),
+        ("_one_f_one_b_v", make("1F1B-V", ranks=2, microbatches=4)),
+        ("_group_interleaved", make("GIS", ranks=2, microbatches=4)),
+        ("_combined_1f1b", make("Combined1F1B", ranks=2, microbatches=4)),
+        ("_wave", make("Wave", ranks=2, microbatches=2)),
+        ("_seq1f1b", make("Seq1F1B", ranks=2, microbatches=2)),
+        ("_chimera", make("Chimera", ranks=2, microbatches=4)),
+        ("_dualpipe", make("DualPipe", ranks=2, microbatches=6)),
     ],
 )
 def test_pictures_are_of_the_schedule(module: str, schedule: Schedule) -> None:
@@ -115,7 +136,7 @@ def drawn(schedule: Schedule) -> list[str]:
     left = [list(row) for row in schedule.rows]
     slots: list[list[str]] = []
     while any(left):
-        runs = [row.pop(0) if row and can_run(row[0], done, schedule.stages) else None for row in left]
+        runs = [row.pop(0) if row and can_run(row[0], done, schedule.wiring) else None for row in left]
         done.update(parts(cell for cell in runs if cell))
         slots.append([str(cell or "").removesuffix("OVERLAP_F_B") for cell in runs])
     widths = [max(map(len, slot)) for slot in slots]
@@ -123,8 +144,8 @@ def drawn(schedule: Schedule) -> list[str]:
     return [" ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def can_run(cell: Action, done: set[Action], stages: int) -> bool:
-    return all(is_ready(part, done, stages) for part in cell.computes)
+def can_run(cell: Action, done: set[Action], wiring: Wiring) -> bool:
+    return all(is_ready(part, done, wiring.stages, wiring.pieces) for part in cell.computes)
 
 
 def test_placements() -> None:
@@ -215,6 +236,17 @@ def test_names() -> None:
         "InterleavedZeroBubble",
         "ZBVZeroBubble",
         "DualPipeV",
+        "ZB-H1",
+        "ZB-H2",
+        "V-Half",
+        "V-Min",
+        "1F1B-V",
+        "GIS",
+        "Combined1F1B",
+        "Wave",
+        "Seq1F1B",
+        "Chimera",
+        "DualPipe",
     )
 
 
@@ -223,7 +255,7 @@ def test_names() -> None:
     [
         ("ZBV", "no schedule is called 'ZBV'; did you mean ZBVZeroBubble?"),
         ("ScheduleGPipe", "no schedule is called 'ScheduleGPipe'; did you mean GPipe?"),
-        ("dualpipe", "no schedule is called 'dualpipe'; did you mean DualPipeV?"),
+        ("dualpip", "no schedule is called 'dualpip'; did you mean DualPipeV or DualPipe?"),
         ("lopedbfs", "no schedule is called 'lopedbfs'; did you mean LoopedBFS?"),
         ("", "no schedule is called ''; there are GPipe, 1F1B,"),
         ("zzz", "no schedule is called 'zzz'; there are GPipe, 1F1B,"),

@@ -17,6 +17,12 @@ class Sizes(NamedTuple):
     ranks: int
     microbatches: int
     stages_per_rank: int
+    group: int | None = None
+    """How many microbatches visit a stage in one go; None: as the schedule's rule has it."""
+    memory: float | None = None
+    """The most activations that a rank may hold, in rank shares; None: as the schedule's rule has it."""
+    pieces: int = 1
+    """Into how many pieces each microbatch is cut along the sequence."""
 
 
 def cells(stage: int, kind: Kind, stop: int, start: int = 0) -> Iterator[Action]:
@@ -34,16 +40,24 @@ def take(row: list[Action], rounds: int, *streams: Iterator[Action]) -> None:
     row.extend(chain.from_iterable(zip(*(islice(stream, rounds) for stream in streams), strict=True)))
 
 
-def keep(rows: Rows, microbatches: int) -> Rows:
-    """`rows` without the microbatches from `microbatches` on.
+def keep(rows: Rows, built: int, wanted: int, copies: int = 1) -> Rows:
+    """`rows` of `built` microbatches without those that are more than `wanted`, each copy's part of them.
 
-    Both ends of everything that is deleted go, so nothing can wait for it, and no circle of waiting can arise.
+    Both ends of everything that is deleted go, so nothing can wait for it, and no circle of waiting can arise. The
+    microbatches of later copies are numbered anew.
     """
-    return [[kept for cell in row for kept in _kept(cell, microbatches)] for row in rows]
+    had, has = built // copies, -(-wanted // copies)
+    number = {
+        copy * had + microbatch: copy * has + microbatch
+        for copy in range(copies)
+        for microbatch in range(min(has, wanted - copy * has))
+    }
+    return [[kept for cell in row for kept in _kept(cell, number)] for row in rows]
 
 
-def _kept(cell: Action, microbatches: int) -> tuple[Action, ...]:
+def _kept(cell: Action, number: dict[int, int]) -> tuple[Action, ...]:
     if not cell.parts:
-        return (cell,) if cell.microbatch < microbatches else ()
-    parts = tuple(part for part in cell.parts if part.microbatch < microbatches)
+        kept = number.get(cell.microbatch)
+        return () if kept is None else (cell._replace(microbatch=kept),)
+    parts = tuple(kept for part in cell.parts for kept in _kept(part, number))
     return (cell._replace(parts=parts),) if len(parts) > 1 else parts

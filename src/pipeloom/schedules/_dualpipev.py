@@ -11,7 +11,7 @@ The backward is split only where the pipeline fills and drains.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from pipeloom.action import Action, Kind
 from pipeloom.schedules._building import Rows, Sizes, cells, overlap, take
@@ -19,8 +19,9 @@ from pipeloom.schedules._building import Rows, Sizes, cells, overlap, take
 
 def dualpipev(sizes: Sizes) -> Rows:
     """The rows of DualPipeV, for 2 * ranks microbatches or more."""
-    ranks, microbatches, _ = sizes
-    return [_row(ranks, rank, microbatches) for rank in range(ranks)]
+    ranks, microbatches, *_ = sizes
+    both = range(microbatches)
+    return [dual_row(ranks, rank, (rank, both), (2 * ranks - 1 - rank, both)) for rank in range(ranks)]
 
 
 def next_dualpipev(sizes: Sizes) -> int:
@@ -28,17 +29,21 @@ def next_dualpipev(sizes: Sizes) -> int:
     return max(sizes.microbatches, 2 * sizes.ranks)
 
 
-def _row(ranks: int, rank: int, microbatches: int) -> list[Action]:
+Phase = tuple[int, range]
+"""A stage, and the microbatches that it runs."""
+
+
+def dual_row(ranks: int, rank: int, phase0: Phase, phase1: Phase) -> list[Action]:
+    """The row of the rank that two phases of as many microbatches reach after `rank` others, of `ranks` in all."""
     after = ranks - 1 - rank
-    stage0, stage1 = rank, 2 * ranks - 1 - rank
     late0, late1 = rank // 2 + 1 + after, (rank + 1) // 2
-    f0, b0 = cells(stage0, Kind.F, microbatches), _backwards(stage0, microbatches, 0, late0)
-    f1, b1 = cells(stage1, Kind.F, microbatches), _backwards(stage1, microbatches, after, late1)
-    early_w1 = cells(stage1, Kind.W, after)
-    w0 = cells(stage0, Kind.W, microbatches, microbatches - late0)
-    w1 = cells(stage1, Kind.W, microbatches, microbatches - late1)
+    f0, b0 = _all(phase0, Kind.F), _backwards(phase0, 0, late0)
+    f1, b1 = _all(phase1, Kind.F), _backwards(phase1, after, late1)
+    early_w1 = _all(phase1, Kind.W)
+    w0 = islice(_all(phase0, Kind.W), len(phase0[1]) - late0, None)
+    w1 = islice(_all(phase1, Kind.W), len(phase1[1]) - late1, None)
     f0b1, f1b0 = map(overlap, f0, b1), map(overlap, f1, b0)
-    steady = microbatches - 2 * ranks + rank + 1
+    steady = len(phase0[1]) - 2 * ranks + rank + 1
 
     row: list[Action] = []
     take(row, 2 * after, f0)
@@ -59,10 +64,17 @@ def _row(ranks: int, rank: int, microbatches: int) -> list[Action]:
     return row
 
 
-def _backwards(stage: int, microbatches: int, early: int, late: int) -> Iterator[Action]:
+def _all(phase: Phase, kind: Kind) -> Iterator[Action]:
+    stage, microbatches = phase
+    return cells(stage, kind, microbatches.stop, microbatches.start)
+
+
+def _backwards(phase: Phase, early: int, late: int) -> Iterator[Action]:
     """Whole backwards, but the first `early` and the last `late` only for the inputs."""
+    stage, microbatches = phase
+    start, stop = microbatches.start, microbatches.stop
     return chain(
-        cells(stage, Kind.I, early),
-        cells(stage, Kind.B, microbatches - late, early),
-        cells(stage, Kind.I, microbatches, microbatches - late),
+        cells(stage, Kind.I, start + early, start),
+        cells(stage, Kind.B, stop - late, start + early),
+        cells(stage, Kind.I, stop, stop - late),
     )

@@ -18,7 +18,7 @@ from pipeloom.schedules._building import Rows, Sizes, cells, take
 
 def gpipe(sizes: Sizes) -> Rows:
     """The rows of GPipe, one stage a rank, for any number of microbatches."""
-    ranks, microbatches, _ = sizes
+    ranks, microbatches, *_ = sizes
     rows = []
     for rank in range(ranks):
         row: list[Action] = []

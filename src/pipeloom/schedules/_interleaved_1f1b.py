@@ -16,13 +16,13 @@ from pipeloom.schedules._groups import group_size, visits
 
 
 def interleaved_1f1b(sizes: Sizes) -> Rows:
-    """The rows of Interleaved 1F1B, for numbers of microbatches that fall into equal groups (`next_grouped`)."""
-    ranks, microbatches, stages_per_rank = sizes
+    """The rows of Interleaved 1F1B, for numbers of microbatches that fall into groups (`next_grouped`)."""
+    ranks, microbatches, stages_per_rank, *_ = sizes
     total = microbatches * stages_per_rank
     rows = []
     for rank in range(ranks):
         forward, backward = visits(sizes, rank, Kind.F), visits(sizes, rank, Kind.B)
-        warm = min(total, 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * group_size(ranks, microbatches))
+        warm = min(total, 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * group_size(sizes))
         row: list[Action] = []
         take(row, warm, forward)
         take(row, total - warm, forward, backward)

@@ -18,13 +18,13 @@ from pipeloom.schedules._groups import group_size, visits
 
 
 def interleaved_zero_bubble(sizes: Sizes) -> Rows:
-    """The rows of Interleaved Zero Bubble, for numbers of microbatches in equal groups (`next_grouped`)."""
-    ranks, microbatches, stages_per_rank = sizes
+    """The rows of Interleaved Zero Bubble, for numbers of microbatches that fall into groups (`next_grouped`)."""
+    ranks, microbatches, stages_per_rank, *_ = sizes
     total = microbatches * stages_per_rank
     rows = []
     for rank in range(ranks):
         forward, inputs, weights = (visits(sizes, rank, kind) for kind in (Kind.F, Kind.I, Kind.W))
-        warm = min(total, ranks - 1 - rank + (stages_per_rank - 1) * group_size(ranks, microbatches))
+        warm = min(total, ranks - 1 - rank + (stages_per_rank - 1) * group_size(sizes))
         held = min(rank, total)
         held_early = min(held, total - warm)
         held_late = held - held_early

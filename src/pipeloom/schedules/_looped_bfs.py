@@ -17,7 +17,7 @@ from pipeloom.schedules._building import Rows, Sizes
 
 def looped_bfs(sizes: Sizes) -> Rows:
     """The rows of Looped BFS, for any number of microbatches."""
-    ranks, microbatches, stages_per_rank = sizes
+    ranks, microbatches, stages_per_rank, *_ = sizes
     rows = []
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)

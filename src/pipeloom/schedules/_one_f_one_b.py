@@ -18,7 +18,7 @@ from pipeloom.schedules._building import Rows, Sizes, cells, take
 
 def one_f_one_b(sizes: Sizes) -> Rows:
     """The rows of 1F1B, one stage a rank, for any number of microbatches."""
-    ranks, microbatches, _ = sizes
+    ranks, microbatches, *_ = sizes
     rows = []
     for rank in range(ranks):
         forward, backward = cells(rank, Kind.F, microbatches), cells(rank, Kind.B, microbatches)

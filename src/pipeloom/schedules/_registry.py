@@ -3,82 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from pipeloom.action import LARGEST_NUMBER
-from pipeloom.errors import SizeError, UnknownScheduleError
-from pipeloom.placement import loop, wave
+from pipeloom.errors import UnknownScheduleError
 from pipeloom.schedule import Schedule
-from pipeloom.schedules._building import Rows, Sizes, keep
+from pipeloom.schedules._chimera import chimera, next_chimera
+from pipeloom.schedules._combined_1f1b import combined_1f1b
+from pipeloom.schedules._dualpipe import dualpipe, even_refusal, next_dualpipe
 from pipeloom.schedules._dualpipev import dualpipev, next_dualpipev
 from pipeloom.schedules._gpipe import gpipe
-from pipeloom.schedules._groups import next_grouped
+from pipeloom.schedules._group_interleaved import group_interleaved, group_interleaved_refusal
+from pipeloom.schedules._groups import group_refusal, next_grouped
 from pipeloom.schedules._interleaved_1f1b import interleaved_1f1b
 from pipeloom.schedules._interleaved_zero_bubble import interleaved_zero_bubble
 from pipeloom.schedules._looped_bfs import looped_bfs
 from pipeloom.schedules._one_f_one_b import one_f_one_b
+from pipeloom.schedules._one_f_one_b_v import one_f_one_b_v
+from pipeloom.schedules._recipe import Recipe
+from pipeloom.schedules._seq1f1b import seq1f1b
+from pipeloom.schedules._v_half import v_half
+from pipeloom.schedules._v_min import v_min
+from pipeloom.schedules._wave import wave, wave_refusal
+from pipeloom.schedules._zb_h1 import zb_h1
+from pipeloom.schedules._zb_h2 import zb_h2
 from pipeloom.schedules._zbv_zero_bubble import next_zbv, zbv_zero_bubble
-from pipeloom.wiring import Wiring
-
-_PLACEMENTS = {"linear": loop, "loop": loop, "V": wave}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How a schedule of a name is made."""
-
-    name: str
-    rows: Callable[[Sizes], Rows]
-    """From sizes that the rule covers to the rows."""
-    covered: Callable[[Sizes], int] = lambda sizes: sizes.microbatches
-    """The least number of microbatches, from the given one up, that the rule covers."""
-    placement: str
-    """linear (one stage a rank), loop (stage s on rank s mod ranks) or V (down the ranks and up again)."""
-    splits_backward: bool
-    """Whether backwards are split into I and W, some or all; otherwise every one is a whole B."""
-    least_stages_per_rank: int = 1
-    most_stages_per_rank: int | None = None
-    """None: any number."""
-    description: str
-    source: str
-    """Where the schedule comes from."""
-
-    @property
-    def stages_per_rank(self) -> str:
-        """The allowed numbers of stages a rank, as people write them: "1", "2", "2 or more"."""
-        if self.most_stages_per_rank == self.least_stages_per_rank:
-            return str(self.least_stages_per_rank)
-        return f"{self.least_stages_per_rank} or more"
-
-    def make(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-        """The schedule for these sizes; see `make`."""
-        sizes = self._sizes(ranks, microbatches, stages_per_rank)
-        covered = self.covered(sizes)
-        rows = self.rows(sizes._replace(microbatches=covered))
-        if covered > microbatches:
-            rows = keep(rows, microbatches)
-        placement = _PLACEMENTS[self.placement](ranks, sizes.stages_per_rank)
-        return Schedule(tuple(map(tuple, rows)), placement, Wiring(len(placement)), microbatches, self.name)
-
-    def _sizes(self, ranks: int, microbatches: int, stages_per_rank: int | None) -> Sizes:
-        if stages_per_rank is None:
-            stages_per_rank = self.most_stages_per_rank or 2
-        for what, count in {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}.items():
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise SizeError(f"{self.name}: {what} must be a whole number, 1 or more, got {count!r}")
-        least, most = self.least_stages_per_rank, self.most_stages_per_rank
-        if stages_per_rank < least or (most is not None and stages_per_rank > most):
-            nearest = least if stages_per_rank < least else most
-            raise SizeError(
-                f"{self.name}: stages_per_rank must be {self.stages_per_rank}, got {stages_per_rank}; "
-                f"the nearest is {nearest}"
-            )
-        for what, count in {"stages": ranks * stages_per_rank, "microbatches": microbatches}.items():
-            if count > LARGEST_NUMBER + 1:
-                raise SizeError(f"{self.name}: at most {LARGEST_NUMBER + 1} {what} can be written, got {count}")
-        return Sizes(ranks, microbatches, stages_per_rank)
-
 
 RECIPES = (
     Recipe(
@@ -103,9 +50,11 @@ RECIPES = (
         name="Interleaved1F1B",
         rows=interleaved_1f1b,
         covered=next_grouped,
+        refusal=group_refusal,
         placement="loop",
         splits_backward=False,
         least_stages_per_rank=2,
+        options=("group",),
         description="1F1B with several stages a rank: a smaller bubble for more messages",
         source="Narayanan et al., Megatron-LM, 2021 (arXiv:2104.04473)",
     ),
@@ -149,6 +98,122 @@ RECIPES = (
         description="two stages a rank in a V, forwards and backwards overlapped in pairs",
         source="DeepSeek-AI, DualPipe, 2025 (arXiv:2412.19437); Qi et al., the cut in half",
     ),
+    Recipe(
+        name="ZB-H1",
+        rows=zb_h1,
+        placement="linear",
+        splits_backward=True,
+        most_stages_per_rank=1,
+        description="1F1B with weight gradients moved into the bubble at its end, in 1F1B's memory",
+        source="Qi et al., Zero Bubble Pipeline Parallelism, 2024 (arXiv:2401.10241)",
+    ),
+    Recipe(
+        name="ZB-H2",
+        rows=zb_h2,
+        placement="linear",
+        splits_backward=True,
+        most_stages_per_rank=1,
+        description="ZB-H1 with twice the warm-up and memory: no bubble between a rank's first and last action",
+        source="Qi et al., Zero Bubble Pipeline Parallelism, 2024 (arXiv:2401.10241)",
+    ),
+    Recipe(
+        name="V-Half",
+        rows=v_half,
+        placement="V",
+        splits_backward=True,
+        least_stages_per_rank=2,
+        most_stages_per_rank=2,
+        description="two stages a rank in a V with half of 1F1B's memory",
+        source="Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv:2405.15362)",
+    ),
+    Recipe(
+        name="V-Min",
+        rows=v_min,
+        placement="V",
+        splits_backward=True,
+        least_stages_per_rank=2,
+        most_stages_per_rank=2,
+        description="two stages a rank in a V with a third of 1F1B's memory; needs fast messages",
+        source="Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv:2405.15362)",
+    ),
+    Recipe(
+        name="1F1B-V",
+        rows=one_f_one_b_v,
+        placement="V",
+        splits_backward=False,
+        least_stages_per_rank=2,
+        most_stages_per_rank=2,
+        description="two stages a rank in a V with whole backwards and less memory than 1F1B",
+        source="Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv:2405.15362); their code",
+    ),
+    Recipe(
+        name="GIS",
+        rows=group_interleaved,
+        refusal=group_interleaved_refusal,
+        placement="loop",
+        splits_backward=True,
+        options=("group",),
+        description="group-interleaved 1F1B: several stages a rank; smaller groups of microbatches hold less",
+        source="Wan et al., PipeOffload, 2025 (arXiv:2503.01328); their code",
+    ),
+    Recipe(
+        name="Combined1F1B",
+        rows=combined_1f1b,
+        covered=next_grouped,
+        refusal=group_refusal,
+        placement="loop",
+        splits_backward=False,
+        options=("group",),
+        description="Interleaved1F1B with forwards and backwards overlapped in pairs of different microbatches",
+        source="NVIDIA, Megatron-LM, overlap of expert-parallel communication, 2025",
+    ),
+    Recipe(
+        name="Wave",
+        rows=wave,
+        refusal=wave_refusal,
+        placement="wave",
+        splits_backward=False,
+        least_stages_per_rank=2,
+        options=("memory",),
+        description="several stages a rank in a zigzag, as in Hanayo; a reconstruction",
+        source="after Liu et al., Hanayo, 2023 (arXiv:2308.15762); not verified against the authors' own",
+    ),
+    Recipe(
+        name="Seq1F1B",
+        rows=seq1f1b,
+        placement="linear",
+        splits_backward=False,
+        most_stages_per_rank=1,
+        options=("pieces",),
+        description="1F1B over pieces of sequences: a smaller bubble and less memory",
+        source="Sun et al., Seq1F1B, 2024 (arXiv:2406.03488)",
+    ),
+    Recipe(
+        name="Chimera",
+        rows=chimera,
+        covered=next_chimera,
+        refusal=even_refusal,
+        placement="bidirectional",
+        copies=2,
+        splits_backward=False,
+        least_stages_per_rank=2,
+        most_stages_per_rank=2,
+        description="two copies of the model that run against each other and fill each other's bubbles",
+        source="Li and Hoefler, Chimera, 2021 (arXiv:2107.06925)",
+    ),
+    Recipe(
+        name="DualPipe",
+        rows=dualpipe,
+        covered=next_dualpipe,
+        refusal=even_refusal,
+        placement="bidirectional",
+        copies=2,
+        splits_backward=True,
+        least_stages_per_rank=2,
+        most_stages_per_rank=2,
+        description="two copies of the model that run against each other, overlapped in pairs",
+        source="DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437)",
+    ),
 )
 """Every schedule that `make` knows, simplest first."""
 
@@ -175,7 +240,16 @@ def find(name: str) -> Recipe:
     return recipe
 
 
-def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+def make(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    group: int | None = None,
+    memory: float | None = None,
+    pieces: int | None = None,
+) -> Schedule:
     """The compute-only schedule called `name` for these sizes.
 
     Where the rule of a schedule covers only some numbers of microbatches, the next larger one is built and the
@@ -184,11 +258,16 @@ def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | Non
     Args:
         name: one of `names()`, in any case of its letters.
         ranks: how many ranks, 1 or more.
-        microbatches: how many microbatches, 1 or more.
+        microbatches: how many microbatches, 1 or more, those of all copies of the model together.
         stages_per_rank: how many stages each rank holds, where there is a choice; by default 2.
+        group: where there is a choice, how many microbatches visit a stage before the next stage's turn.
+        memory: where there is a choice, the most activations a rank may hold, in rank shares (1 is one microbatch of
+            all stages of a rank).
+        pieces: where there is a choice, into how many pieces each microbatch is cut along the sequence; by default 2.
+            Piece q of microbatch b is number b * pieces + q in the rows.
 
     Raises:
         UnknownScheduleError: no schedule has this name.
         SizeError: no schedule of this name has these sizes.
     """
-    return find(name).make(ranks, microbatches, stages_per_rank)
+    return find(name).make(ranks, microbatches, stages_per_rank, group=group, memory=memory, pieces=pieces)

@@ -16,7 +16,7 @@ from pipeloom.schedules._building import Rows, Sizes, cells, take
 
 def zbv_zero_bubble(sizes: Sizes) -> Rows:
     """The rows of ZB-V, for 2 * ranks - 1 microbatches or more."""
-    ranks, microbatches, _ = sizes
+    ranks, microbatches, *_ = sizes
     rows = []
     for rank in range(ranks):
         f0, i0, w0 = (cells(rank, kind, microbatches) for kind in (Kind.F, Kind.I, Kind.W))
