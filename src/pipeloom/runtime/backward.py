@@ -44,11 +44,13 @@ class _Enter(torch.autograd.Function):
 class Tape:
     """What the backward of one stage needs of its forward for one microbatch."""
 
-    __slots__ = ("_entries", "_notes", "_pending", "leaves", "roots")
+    __slots__ = ("_entries", "_notes", "_pending", "leaves", "roots", "taken")
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         """The inputs that want a gradient."""
+        self.taken: list[int] = []
+        """How many of `leaves` there were after each stage that feeds this one."""
         self._entries: list[Node] = []
         self._pending: _Weights | None = None
         self._notes: dict[str, Any] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -182,8 +182,12 @@ class Run:
             taken: list[Any] = []
             for source in self._wiring.sources(stage):
                 value = self._take((source, stage, microbatch))
-                taken += value if isinstance(value, tuple) else [value]
-            arguments = map_tensors(tape.enter, tuple(taken)) if self.train else tuple(taken)
+                if self.train:
+                    value = map_tensors(tape.enter, value)
+                    tape.taken.append(len(tape.leaves))
+                on_chain = source == stage - 1
+                taken += value if on_chain and isinstance(value, tuple) else [value]
+            arguments = tuple(taken)
         return tape, arguments, self._keywords(stage, microbatch)
 
     def _keywords(self, stage: int, microbatch: int) -> Mapping[str, Any]:
@@ -199,13 +203,27 @@ class Run:
         if self._wiring.last(stage):
             self._finish(stage, microbatch, tape, output)
         else:
-            value = map_tensors(_cut, output, f"the output of stage {stage}")
+            chain, skip = self._outward(stage, output)
             for target in self._wiring.targets(stage):
-                self._values[stage, target, microbatch] = value
+                self._values[stage, target, microbatch] = map_tensors(_cut, chain if target == stage + 1 else skip)
             if self.train:
-                tape.roots = [tensor for tensor in tensors(output) if tensor.requires_grad]
+                skipping = [tensor for tensor in tensors(skip) if tensor.requires_grad]
+                tape.roots = skipping + [tensor for tensor in tensors(chain) if tensor.requires_grad]
         if self.train:
             self._tapes[stage, microbatch] = tape
+
+    def _outward(self, stage: int, output: Any) -> tuple[Any, Any]:
+        """What goes to the next stage, and what goes along the skip edges that begin at this one."""
+        map_tensors(_cut, output, f"the output of stage {stage}")
+        if len(self._wiring.targets(stage)) == 1:
+            return output, None
+        if not isinstance(output, tuple) or len(output) < 2:
+            raise TypeError(
+                f"stage {stage} feeds a skip edge, so it returns a tuple whose last entry is the value for that edge; "
+                f"it returned {f'a tuple of {len(output)}' if isinstance(output, tuple) else type(output).__name__}"
+            )
+        *chain, skip = output
+        return (tuple(chain) if len(chain) > 1 else chain[0]), skip
 
     def _finish(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None:
         loss_fn = self.program.loss_fn
@@ -227,16 +245,16 @@ class Run:
         """The gradients of the stage's outputs: one for each root of its tape."""
         if self._wiring.last(stage):
             return [torch.ones_like(root) for root in self._tapes[stage, microbatch].roots]
-        sums: Gradients = []
-        for target in self._wiring.targets(stage):
-            gradients = self._take((target, stage, microbatch))
-            sums = [_add(*pair) for pair in zip(sums, gradients, strict=True)] if sums else gradients
-        return sums
+        chain, *skips = [self._take((target, stage, microbatch)) for target in self._wiring.targets(stage)]
+        # Added up as the engine would: it runs the latest stage first, and the chain last.
+        return [*_add_up(reversed(skips)), *chain]
 
     def end_backward(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         """Hand the gradients of the stage's inputs to the stages they came from."""
-        for source in self._wiring.sources(stage):
-            self._values[stage, source, microbatch] = gradients
+        start = 0
+        for source, end in zip(self._wiring.sources(stage), self._tapes[stage, microbatch].taken, strict=True):
+            self._values[stage, source, microbatch] = gradients[start:end]
+            start = end
 
     def tape(self, stage: int, microbatch: int) -> Tape:
         """What the backward of a stage needs of its forward."""
@@ -244,7 +262,8 @@ class Run:
 
     def backward(self, stage: int, microbatch: int) -> None:
         gradients = self.begin_backward(stage, microbatch)
-        self.end_backward(stage, microbatch, self._tapes.pop((stage, microbatch)).whole(gradients))
+        self.end_backward(stage, microbatch, self._tapes[stage, microbatch].whole(gradients))
+        self.drop_tape(stage, microbatch)
 
     def backward_inputs(self, stage: int, microbatch: int) -> None:
         gradients = self.begin_backward(stage, microbatch)
@@ -300,6 +319,14 @@ _COMPUTE: dict[Kind, Callable[..., None]] = {
 def _cut(tensor: Tensor) -> Tensor:
     """`tensor` without its graph, which still says whether a gradient is wanted for it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _add_up(gradients: Iterable[Gradients]) -> Gradients:
+    """The sums of several gradients of the same tensors, added in turn."""
+    sums: Gradients = []
+    for each in gradients:
+        sums = [_add(*pair) for pair in zip(sums, each, strict=True)] if sums else each
+    return sums
 
 
 def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -355,10 +355,8 @@ def _refuse_misfits(schedule: Schedule, rank: int, ranks: int, modules: Mapping[
             f"{schedule.name} places stages {list(held)} on rank {rank}, which was given {list(modules)}; "
             "pipeloom.split(model, into=schedule) makes the right ones"
         )
-    if not schedule.wiring.plain:
-        raise PipelineError(
-            f"{schedule.name}: copies, pieces and skip edges can be checked and priced, but not run yet"
-        )
+    if schedule.wiring.copies > 1 or schedule.wiring.pieces > 1:
+        raise PipelineError(f"{schedule.name}: copies and pieces can be checked and priced, but not run yet")
     wrapped = [index for index, module in modules.items() if _reduces_by_itself(module)]
     if wrapped:
         raise PipelineError(

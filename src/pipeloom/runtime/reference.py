@@ -116,14 +116,23 @@ def _orders(schedule: Schedule, kinds: Sequence[Kind]) -> list[list[int]]:
 def _forward(
     modules: Sequence[nn.Module], schedule: Schedule, inputs: Sequence[Any], keywords: Sequence[Mapping[str, Any]]
 ) -> list[Any]:
-    values = list(inputs)
-    for module, order in zip(modules, _orders(schedule, (Kind.F,)), strict=True):
-        takes = keywords_of(module)
+    wiring = schedule.wiring
+    values: list[Sequence[Any]] = [inputs]
+    skips: dict[int, list[Any]] = {}
+    for stage, (module, order) in enumerate(zip(modules, _orders(schedule, (Kind.F,)), strict=True)):
+        names = keywords_of(module)
+        outputs: list[Any] = [None] * len(inputs)
         for microbatch in order:
-            value = values[microbatch]
-            given = {name: each for name, each in keywords[microbatch].items() if takes is None or name in takes}
-            values[microbatch] = module(*(value if isinstance(value, tuple) else (value,)), **given)
-    return values
+            chain = values[-1][microbatch]
+            arguments = [*chain] if isinstance(chain, tuple) else [chain]
+            arguments += [skips[source][microbatch] for source in wiring.sources(stage)[1:]]
+            given = {name: each for name, each in keywords[microbatch].items() if names is None or name in names}
+            outputs[microbatch] = module(*arguments, **given)
+        if len(wiring.targets(stage)) > 1:
+            skips[stage] = [output[-1] for output in outputs]
+            outputs = [output[:-1] if len(output) > 2 else output[0] for output in outputs]
+        values.append(outputs)
+    return list(values[-1])
 
 
 def _loss(loss_fn: Callable[..., Any], output: Any, target: Sequence[Any]) -> Tensor:

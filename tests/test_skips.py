@@ -1,0 +1,72 @@
+"""Values that skip stages: U-Nets and encoder-decoders on any schedule, equal to one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import WIDTH
+from pipeloom.runtime.launcher import launch
+from test_pipeline import Side, square
+
+
+class Down(nn.Module):
+    """Passes on, and sets aside for a later stage what it made on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.linear(x))
+        return x, x
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *skips: Tensor) -> Tensor:
+        result: Tensor = self.linear(torch.cat([x, sum(skips, torch.zeros_like(x))], -1))
+        return result
+
+
+def unet(skips: tuple[tuple[int, int], ...], stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    sources = {source for source, _ in skips}
+    return [Down() if stage in sources else Up() for stage in range(stages)]
+
+
+def train(name: str, skips: tuple[tuple[int, int], ...]) -> None:
+    ranks = dist.get_world_size()
+    plain = pl.schedules.make(name, ranks=ranks, microbatches=4)
+    schedule = pl.Schedule.from_rows(plain.rows, wiring=pl.Wiring(plain.stages, skips=skips), name=name)
+    side = Side(schedule, lambda stages: unet(skips, stages), loss_fn=square)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x, y = torch.randn(9, WIDTH, generator=generator), torch.randn(9, WIDTH, generator=generator)
+        side.step(x, y)
+        side.same_gradients()
+        side.eval(x, y, microbatches=2)
+    side.pipe.close()
+
+
+@pytest.mark.parametrize("skips", [((0, 3), (1, 2 + 1)), ((0, 2), (0, 3))], ids=["to-one", "from-one"])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_skip_edges(name: str, skips: tuple[tuple[int, int], ...]) -> None:
+    launch(train, 2, name, skips)
+
+
+def test_linear_schedules_skip_too() -> None:
+    launch(train, 3, "1F1B", ((0, 2),))
+
+
+def test_a_stage_that_feeds_a_skip_edge_returns_its_value() -> None:
+    rows = pl.Schedule.from_csv("0F0,1F0,2F0,2B0,1B0,0B0", wiring=pl.Wiring(3, skips=((0, 2),)))
+    pipe = pl.Pipeline([pl.Stage(nn.Linear(2, 2), stage) for stage in range(3)], rows, loss_fn=square)
+    with pytest.raises(TypeError, match="stage 0 feeds a skip edge, so it returns a tuple whose last entry"):
+        pipe.step(torch.ones(1, 2), target=torch.ones(1, 2))
