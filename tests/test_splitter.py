@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, combinations, pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -154,6 +156,18 @@ def test_every_layer_lands_in_one_stage(layers: int, stages: int) -> None:
     assert sum(counts) == layers
     assert max(filled) - min(filled) <= 1
     assert len(filled) == min(layers, stages)
+
+
+@given(widths=st.lists(st.integers(0, 9), min_size=4, max_size=9), count=st.integers(2, 4))
+def test_no_other_cuts_are_better_balanced(widths: list[int], count: int) -> None:
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) if width else nn.Identity() for width in widths))
+    weights = [width**2 + 1 for width in widths]
+
+    def cost(ends: list[int]) -> int:
+        return sum(sum(weights[start:end]) ** 2 for start, end in pairwise([0, *ends, len(weights)]))
+
+    found = list(accumulate(len(stage.module) for stage in all_stages(model, loop(count))))  # type: ignore[arg-type]
+    assert cost(found[:-1]) == min(cost(list(ends)) for ends in combinations(range(1, len(weights)), count - 1))
 
 
 def test_left_over_stages_are_identities() -> None:

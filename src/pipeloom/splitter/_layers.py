@@ -55,9 +55,11 @@ def layers_of(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def covers(member: str, name: str) -> bool:
-    """Whether `name` is `member` or something inside it."""
-    return name == member or name.startswith(member + ".")
+def outward(name: str) -> Iterator[str]:
+    """`name`, the module that it is in, the one that this is in, and so on: "a.b.c", "a.b", "a"."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _declared(model: nn.Module) -> list[Layer]:
@@ -151,35 +153,34 @@ def _closed(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _used_twice(layers: list[Layer]) -> Iterator[str]:
-    names = [member for layer in layers for member in layer.members]
-    for name, count in Counter(names).items():
+    counts = Counter(member for layer in layers for member in layer.members)
+    for name, count in counts.items():
         if count > 1:
             yield f"'{name}' is used {count} times; give each place a module of its own"
-        for outer in names:
-            if outer != name and covers(outer, name):
+        for outer in outward(name.rpartition(".")[0]):
+            if outer in counts:
                 yield f"'{name}' is used on its own and inside '{outer}'; list one of them"
 
 
 def _left_over(model: nn.Module, layers: list[Layer]) -> Iterator[str]:
-    members = [member for layer in layers for member in layer.members]
+    members = {member for layer in layers for member in layer.members}
     for kind, tensors in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
     ):
         for name, _ in tensors:
-            if not any(covers(member, name) for member in members):
+            if members.isdisjoint(outward(name)):
                 yield f"{kind} '{name}' belongs to no layer, so that no stage would hold it; {_FIX}"
 
 
 def _hooked(model: nn.Module, layers: list[Layer]) -> Iterator[str]:
-    members = [member for layer in layers for member in layer.members]
+    members = {member for layer in layers for member in layer.members}
     for name, module in model.named_modules():
-        inside = any(covers(member, name) for member in members)
         hooks = (
             module._forward_hooks,
             module._forward_pre_hooks,
             module._backward_hooks,
             module._backward_pre_hooks,
         )
-        if not inside and any(hooks):
+        if any(hooks) and members.isdisjoint(outward(name)):
             yield f"'{name or type(model).__name__}' has hooks, which no stage would run; put them on its layers"

@@ -12,7 +12,7 @@ from torch import nn
 from pipeloom.errors import SplitError
 from pipeloom.runtime.stage import Stage
 from pipeloom.schedule import Schedule
-from pipeloom.splitter._layers import Layer, covers, layers_of
+from pipeloom.splitter._layers import Layer, layers_of, outward
 from pipeloom.splitter._part import part_of
 
 
@@ -48,8 +48,7 @@ def split(model: nn.Module, into: Schedule, cuts: Sequence[str] | None = None, r
     rank = _rank(name, into, rank)
     layers = layers_of(model)
     count = into.wiring.stages
-    weights = [_parameters(model, layer) for layer in layers]
-    starts = _starts(name, layers, cuts, count) if cuts is not None else _balanced(weights, count)
+    starts = _starts(name, layers, cuts, count) if cuts is not None else _balanced(_parameters(model, layers), count)
     pieces = [layers[start:end] for start, end in pairwise([*starts, len(layers)])]
     tied = list(_tied(model, pieces, into))
     if tied:
@@ -71,9 +70,12 @@ def _rank(name: str, into: Schedule, rank: int | None) -> int:
     return rank
 
 
-def _parameters(model: nn.Module, layer: Layer) -> int:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return sum(p.numel() for name, p in parameters if any(covers(member, name) for member in layer.members))
+def _parameters(model: nn.Module, layers: list[Layer]) -> list[int]:
+    home = {member: index for index, layer in enumerate(layers) for member in layer.members}
+    counts = [0] * len(layers)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        counts[next(home[outer] for outer in outward(name) if outer in home)] += parameter.numel()
+    return counts
 
 
 def _starts(name: str, layers: list[Layer], cuts: Sequence[str], count: int) -> list[int]:
@@ -83,7 +85,7 @@ def _starts(name: str, layers: list[Layer], cuts: Sequence[str], count: int) -> 
     starts = [0]
     for cut in cuts:
         found = next(
-            (i for i, layer in enumerate(layers) if any(covers(cut, member) for member in layer.members)), None
+            (i for i, layer in enumerate(layers) if any(cut in outward(member) for member in layer.members)), None
         )
         if found is None:
             known = ", ".join(layer.members[0] for layer in layers)
@@ -103,19 +105,22 @@ def _balanced(weights: Sequence[int], count: int) -> list[int]:
     layers = len(weights)
     filled = min(count, layers)
     best: list[float] = [0, *[math.inf] * layers]  # the cost of the stages so far, by the layer before which they end
-    begins: list[list[int]] = []  # where the last of them begins
+    begins = [[0] * (layers + 1)]  # where the last of them begins
     for stage in range(1, filled + 1):
-        options = [
-            [(best[start] + (sums[end] - sums[start]) ** 2, start) for start in range(stage - 1, end)]
-            or [(math.inf, 0)]
-            for end in range(layers + 1)
-        ]
-        best, begin = map(list, zip(*map(min, options), strict=True))
+        cost: list[float] = [math.inf] * (layers + 1)
+        begin = [layers] * (layers + 1)
+        latest = layers - 1
+        for end in range(layers, stage - 1, -1):
+            # A stage begins no earlier than with one stage fewer, and no later than with one layer more (Knuth).
+            starts = range(max(stage - 1, begins[-1][end]), min(end - 1, latest) + 1)
+            cost[end], begin[end] = min((best[start] + (sums[end] - sums[start]) ** 2, start) for start in starts)
+            latest = begin[end]
+        best = cost
         begins.append(begin)
-    starts = [layers] * (count - filled + 1)
-    for begin in reversed(begins):
-        starts.insert(0, begin[starts[0]])
-    return starts[:-1]
+    found = [layers] * (count - filled + 1)
+    for begin in reversed(begins[1:]):
+        found.insert(0, begin[found[0]])
+    return found[:-1]
 
 
 def _tied(model: nn.Module, pieces: list[list[Layer]], into: Schedule) -> list[str]:
@@ -124,7 +129,7 @@ def _tied(model: nn.Module, pieces: list[list[Layer]], into: Schedule) -> list[s
     seen: dict[int, tuple[str, int]] = {}
     reasons = []
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        stage = next(stage for member, stage in home.items() if covers(member, name))
+        stage = next(home[outer] for outer in outward(name) if outer in home)
         other, first = seen.setdefault(id(tensor), (name, stage))
         if into.placement[first] != into.placement[stage]:
             reasons.append(
