@@ -205,6 +205,7 @@ def test_wiring_of_a_file(pipeloom: Run) -> None:
         (["show", "no/such/file.csv"], "there is no file"),
         (["show", ""], "there is no file"),
         (["show", "/"], "a directory"),
+        (["show", "/dev/zero"], "no file"),
         (["show", "nul\udcffname"], "there is no file"),
         (["show", "1F1B", "--ranks", "2", "--microbatches", "2", "--copies", "2"], "a wiring of its own"),
         (["show", "1F1B", "--ranks", "2", "--microbatches", "2", "--skip", "0:2"], "a wiring of its own"),
@@ -275,6 +276,12 @@ def test_an_unreadable_answer_is_no_traceback() -> None:
     assert (closed.stdout, closed.stderr) == ("GPipe: 16 ranks, 16 stages, 400 microbatches\n", "")
     full = subprocess.run(["bash", "-c", f"{command} >/dev/full"], capture_output=True, text=True, timeout=120)
     assert (full.returncode, full.stderr) == (2, "pipeloom: the answer cannot be written: No space left on device\n")
+
+
+def test_closed_streams_are_no_traceback() -> None:
+    command = f"{sys.executable} -m pipeloom check - <&- >&-"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (1, "")
 
 
 def test_version(pipeloom: Run) -> None:

@@ -7,6 +7,7 @@ the schedule or the run is at fault, and 2 when the command was used wrongly.
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -56,11 +57,19 @@ def _pipeloom(
 
 def main() -> None:
     """Run the command line of this process and exit."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    _mend_streams()
     try:
         app(prog_name="pipeloom")
     except PipeloomError as error:
         print(f"pipeloom: {error}", file=sys.stderr)
         sys.exit(BAD_USAGE if isinstance(error, SizeError | UsageError) else FAULT)
+
+
+def _mend_streams() -> None:
+    """Stand in for streams that the caller has closed, and let output hold any character."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lasts
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

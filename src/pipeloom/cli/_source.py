@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import stat
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -89,10 +90,14 @@ def read_schedule(
 def _read(source: str) -> Schedule:
     if source == "-":
         return Schedule.from_csv(sys.stdin.buffer.read(), name="standard input")
-    if os.path.isdir(source):
-        raise UsageError(f"'{shown(source)}' is a directory, not a schedule")
+    try:
+        mode = os.stat(source).st_mode
+    except OSError as error:
+        raise UsageError(f"'{shown(source)}' cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+        raise UsageError(f"'{shown(source)}' is {'a directory' if stat.S_ISDIR(mode) else 'no file'}, not a schedule")
     if not os.access(source, os.R_OK):
-        raise UsageError(f"'{shown(source)}' cannot be read: permission denied, or a link to nothing")
+        raise UsageError(f"'{shown(source)}' cannot be read: permission denied")
     return Schedule.from_csv(Path(source))
 
 
