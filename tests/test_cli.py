@@ -201,7 +201,7 @@ def test_wiring_of_a_file(pipeloom: Run) -> None:
         (["show", "1F1B", "--ranks", "9" * 5000, "--microbatches", "8"], "--ranks"),
         (["show", "1F1B", "--ranks", "1000", "--microbatches", "1000000"], "forwards or more"),
         (["show", "1F1B", "--ranks", "4", "--microbatches", "8", "--stages-per-rank", "3"], "must be 1, got 3"),
-        (["show", "DualPipe5", "--ranks", "4", "--microbatches", "8"], "did you mean DualPipeV"),
+        (["show", "LoopedBSF", "--ranks", "4", "--microbatches", "8"], "did you mean LoopedBFS"),
         (["show", "no/such/file.csv"], "there is no file"),
         (["show", ""], "there is no file"),
         (["show", "/"], "a directory"),
