@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from brute_force import any_schedule, is_right, mutant
 from pipeloom import Action, Kind, Schedule, ScheduleError, Wiring, check, lower
+from strategies import rows
 
 MUTANTS = int(os.environ.get("PIPELOOM_MUTANTS", "400"))
 """How many mutants the property tests look at."""
@@ -219,6 +220,16 @@ def prepared(random: Random) -> Schedule:
             schedule, shard=random.random() < 0.3, reduce=random.random() < 0.3, ahead=random.choice((0, 0, 1, 3))
         )
     return schedule
+
+
+@given(rows(), st.integers(1, 3), st.integers(1, 3))
+def test_nothing_that_can_be_written_breaks_it(written: list[list[Action]], copies: int, pieces: int) -> None:
+    schedule = Schedule.from_rows(written)
+    wiring = Wiring(-(-schedule.stages // copies), copies=copies, pieces=pieces)
+    for each in (schedule, replace(schedule, wiring=wiring)):
+        problems = check(each, memory=1)
+        assert all(problem.message and problem.hint for problem in problems)
+        assert sum(len(str(problem)) for problem in problems) < 400 * (10 + sum(map(len, written)) ** 2)
 
 
 @given(seeds)

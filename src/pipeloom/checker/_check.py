@@ -22,7 +22,7 @@ RULES: tuple[Callable[[Table], Iterator[Problem]], ...] = (
     sharding_problems,  # weights are there when used; gradients are reduced once
 )
 
-MOST_ABSENT = 100_000
+MOST_ABSENT = 20_000
 """How many forwards may be missing before only a summary is given."""
 
 
