@@ -25,7 +25,8 @@ from pipeloom.runtime.microbatches import (
     weights,
 )
 from pipeloom.runtime.stage import Stage
-from pipeloom.runtime.transport import Transport, connect
+from pipeloom.runtime.ties import Ties
+from pipeloom.runtime.transport import connect
 from pipeloom.schedule import Schedule
 
 
@@ -64,9 +65,11 @@ class Pipeline:
         kwargs: Mapping[str, Handling] | None = None,
         transport: Literal["auto", "local", "torch"] = "auto",
     ) -> None:
+        stages = list(stages)
         self._modules = _modules(stages)
-        self._group = group
-        self.rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        self._group = group or dist.group.WORLD if dist.is_initialized() else None
+        """The ranks of this pipeline; None where there is no other."""
+        self.rank, ranks = (self._group.rank(), self._group.size()) if self._group else (0, 1)
         self.schedule = _lowered(schedule, ranks, microbatches, len(self._modules))
         _refuse_misfits(self.schedule, self.rank, ranks, self._modules)
         self._loss_fn = loss_fn
@@ -74,17 +77,14 @@ class Pipeline:
         self._handling = dict(kwargs or {})
         self._registered: dict[Kind, Callable[..., None]] = {}
         self._programs: dict[int | None, Program] = {}
-        self._transport = self._connect(transport, ranks)
+        device = _device(self._modules.values())
+        self._transport = connect(self._group, transport, device=device) if self._group and ranks > 1 else None
+        self._ties = Ties(self._modules, self._group, device)
+        for names in sorted({names for stage in stages for names in stage.ties}):
+            self._ties.add(names)
         self._run: Run | None = None
         self._loss: Tensor | None = None
         self._failed_with_gradients = False
-
-    def _connect(self, transport: str, ranks: int) -> Transport | None:
-        if ranks == 1:
-            return None
-        group = self._group if self._group is not None else dist.group.WORLD
-        assert group is not None
-        return connect(group, transport, device=_device(self._modules.values()))
 
     @property
     def first(self) -> bool:
@@ -158,13 +158,32 @@ class Pipeline:
         batch = self._batch(self.schedule.microbatches, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
         empty = [parameter for parameter in parameters if parameter.grad is None]
+        self._ties.begin()
         try:
-            return self._walk(None, batch, losses, train=True, keep=return_outputs)
+            output = self._walk(None, batch, losses, train=True, keep=return_outputs)
+            self._ties.finish()
         except BaseException:
+            self._ties.abort()
             for parameter in empty:
                 parameter.grad = None
             self._failed_with_gradients = len(empty) < len(parameters)
             raise
+        return output
+
+    def tie(self, *names: str) -> None:
+        """Make the parameters of these names one weight, whichever stages and ranks hold them; every rank calls it.
+
+        All copies take on the value of the first. From then on a step adds up the gradients of all copies, so that
+        each holds the whole gradient, and the copies stay equal to the bit; norms count the weight once.
+        `pipeloom.split` ties what the whole model shares by itself.
+
+        Args:
+            names: the parameters' names in the whole model, or "3:weight" for the weight of stage 3.
+
+        Raises:
+            PipelineError: a name is nowhere or in several stages, or shapes differ.
+        """
+        self._ties.add(names)
 
     def eval(
         self,
@@ -200,7 +219,7 @@ class Pipeline:
         source = self.schedule.placement[self.schedule.wiring.stages - 1]
         value = self._loss if self._loss is not None else torch.zeros(())
         value = value.to(device=_device(self._modules.values()), dtype=torch.float32)
-        if self._transport is not None:
+        if self._group:
             dist.broadcast(value, group=self._group, group_src=source)
         return value
 
@@ -210,9 +229,8 @@ class Pipeline:
         Returns:
             The norm before, over all stages: that of the parameters' own norms in the order of the model.
         """
-        group = self._group if self._transport is not None else None
         return norms.clip_grad_norm_(
-            self._modules, self.schedule.stages, max_norm, group, alone=self._transport is None
+            self._modules, self.schedule.stages, max_norm, self._group, uncounted=self._ties.uncounted()
         )
 
     def close(self) -> None:

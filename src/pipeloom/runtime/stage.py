@@ -17,3 +17,5 @@ class Stage:
 
     module: nn.Module
     index: int
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Names of parameters that are one weight of the model, all ties of the model; see `Pipeline.tie`."""

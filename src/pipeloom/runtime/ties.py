@@ -1,0 +1,139 @@
+"""Weights that several stages share: gradients are added up over all copies, and the copies stay equal."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.errors import PipelineError
+
+
+@dataclass(slots=True)
+class _Tie:
+    own: list[nn.Parameter]
+    """This rank's copies; there may be none."""
+    leads: bool
+    """Whether the first copy is here: where a weight is counted once, it is this copy that counts."""
+    group: dist.ProcessGroup | None
+    """The ranks that hold a copy, if they are several and this is one of them."""
+    held: Tensor | None = None
+    """The gradient of earlier steps, while a step runs."""
+
+
+class Ties:
+    """All ties of a pipeline, whose stages on this rank are `modules`, by number."""
+
+    def __init__(self, modules: Mapping[int, nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._modules = modules
+        self._group = group
+        self._device = device
+        self._ties: list[_Tie] = []
+
+    def add(self, names: Sequence[str]) -> None:
+        """Tie the parameters of these names: all copies take on the value of the first, and stay equal from then on.
+
+        Every rank calls this, with the same names. A name is that of the parameter in the whole model, as in a stage's
+        `state_dict()`; "3:weight" is the weight of stage 3.
+
+        Raises:
+            PipelineError: a name is nowhere or in several stages, or shapes differ; every rank raises.
+        """
+        found = [_find(self._modules, name) for name in names]
+        rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
+        table = torch.zeros(2, ranks, len(names), dtype=torch.int64, device=self._device)
+        for index, copies in enumerate(found):
+            table[0, rank, index] = len(copies)
+            table[1, rank, index] = _fingerprint(copies[0]) if copies else 0
+        if self._group:
+            dist.all_reduce(table, group=self._group)
+        counts, fingerprints = table.cpu()
+        _refuse_misfits(names, counts.sum(0).tolist(), fingerprints.sum(0).tolist())
+        holders = counts.any(1).nonzero().flatten().tolist()
+        leader = int(counts[:, 0].argmax())
+        own = list({id(copy): copy for copies in found for copy in copies}.values())
+        group = None
+        if self._group and own and len(holders) > 1:
+            members = [dist.get_global_rank(self._group, each) for each in holders]
+            group = dist.new_group(members, use_local_synchronization=True)
+        with torch.no_grad():
+            if group:
+                dist.broadcast(own[0], group=group, group_src=holders.index(leader))
+            for copy in own[1:]:
+                copy.copy_(own[0])
+        self._ties.append(_Tie(own, rank == leader, group))
+
+    def uncounted(self) -> Iterator[nn.Parameter]:
+        """This rank's copies that do not count where each weight of the model counts once."""
+        for tie in self._ties:
+            yield from tie.own[1:] if tie.leads else tie.own
+
+    def begin(self) -> None:
+        """Set the gradients of earlier steps aside."""
+        for tie in self._ties:
+            tie.held = tie.own[0].grad if tie.own else None
+            for copy in tie.own:
+                copy.grad = None
+
+    def abort(self) -> None:
+        """Put the gradients of earlier steps back; nothing of this step remains."""
+        for tie in self._ties:
+            self._set(tie, tie.held)
+
+    def finish(self) -> None:
+        """Add up what this step brought to all copies; every rank calls this."""
+        if not self._ties:
+            return
+        brought = [_sum([copy.grad for copy in tie.own if copy.grad is not None]) for tie in self._ties]
+        anywhere = torch.tensor([each is not None for each in brought], dtype=torch.int32, device=self._device)
+        if self._group:
+            dist.all_reduce(anywhere, group=self._group)
+        for tie, own, used in zip(self._ties, brought, anywhere.tolist(), strict=True):
+            if not used or not tie.own:
+                self._set(tie, tie.held)
+                continue
+            total = own if own is not None else torch.zeros_like(tie.own[0])
+            if tie.group:
+                dist.all_reduce(total, group=tie.group)
+            self._set(tie, total if tie.held is None else tie.held + total)
+
+    def _set(self, tie: _Tie, gradient: Tensor | None) -> None:
+        tie.held = None
+        for index, copy in enumerate(tie.own):
+            copy.grad = gradient.clone() if gradient is not None and index else gradient
+
+
+def _find(modules: Mapping[int, nn.Module], name: str) -> list[nn.Parameter]:
+    stage, colon, inner = name.partition(":")
+    if colon and stage.isdecimal():
+        modules = {int(stage): modules[int(stage)]} if int(stage) in modules else {}
+        name = inner
+    owned = [dict(module.named_parameters(remove_duplicate=False)) for module in modules.values()]
+    return list({id(found[name]): found[name] for found in owned if name in found}.values())
+
+
+def _fingerprint(parameter: nn.Parameter) -> int:
+    return zlib.crc32(f"{tuple(parameter.shape)} {parameter.dtype}".encode())
+
+
+def _refuse_misfits(names: Sequence[str], counts: Sequence[int], fingerprints: Sequence[int]) -> None:
+    problems = [f"no stage has a parameter '{name}'" for name, count in zip(names, counts, strict=True) if count == 0]
+    problems += [
+        f"{count} stages have a parameter '{name}'; say which: '3:{name}' is that of stage 3"
+        for name, count in zip(names, counts, strict=True)
+        if count > 1
+    ]
+    if not problems and len(set(fingerprints)) > 1:
+        problems.append(f"{', '.join(names)} differ in shape or dtype")
+    if len(set(names)) < 2:
+        problems.append("a tie takes two names or more")
+    if problems:
+        raise PipelineError("tie: " + "; ".join(problems))
+
+
+def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
+    return torch.stack(list(gradients)).sum(0) if len(gradients) > 1 else gradients[0] if gradients else None
