@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, combinations, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.errors import SplitError
 from pipeloom.placement import loop, v
+from pipeloom.runtime.launcher import launch
 from pipeloom.runtime.stage import Stage
 from pipeloom.schedule import Schedule
 from pipeloom.splitter import fill
@@ -205,6 +207,45 @@ def test_copies_hold_the_same_layers() -> None:
     assert (first.index, second.index) == (0, 3)
     assert "embedding.weight" in first.module.state_dict()
     assert "head.weight" in second.module.state_dict()
+
+
+class Several(nn.Module):
+    """Gives a tuple of tensors, and takes one as one value."""
+
+    def __init__(self, outputs: int, takes_tuple: bool = True) -> None:
+        super().__init__()
+        self.outputs, self.takes_tuple = outputs, takes_tuple
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, values: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert isinstance(values, tuple) == self.takes_tuple
+        first, *rest = values if isinstance(values, tuple) else (values,)
+        mixed = self.linear(first) + sum(rest)
+        return tuple(mixed * number for number in range(1, 1 + self.outputs))
+
+
+def test_a_tuple_between_layers_is_one_value_between_stages_too(tmp_path: Path) -> None:
+    model = nn.Sequential(Several(2, takes_tuple=False), Several(1), Several(3), Several(1))
+    inputs = torch.randn(4, 4)
+
+    def loss_fn(output: tuple[Tensor]) -> Tensor:
+        return output[0].square().mean()
+
+    def work() -> None:
+        schedule = pl.schedules.make("Interleaved1F1B", ranks=2, microbatches=2)
+        stages = pl.split(model, schedule, cuts=["1", "2", "3"])
+        pipe = pl.Pipeline(stages, schedule, loss_fn=loss_fn)
+        pipe.step(*[inputs] if pipe.first else [])
+        for stage in stages:
+            for name, parameter in stage.module.named_parameters():
+                torch.save(parameter.grad, tmp_path / name)
+        pipe.close()
+
+    torch.set_num_threads(1)
+    launch(work, 2)
+    loss_fn(model(inputs)).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(torch.load(tmp_path / name), parameter.grad)
 
 
 def test_a_layer_may_be_replaced_after_the_split() -> None:

@@ -53,9 +53,7 @@ def split(model: nn.Module, into: Schedule, cuts: Sequence[str] | None = None, r
     tied = list(_tied(model, pieces, into))
     if tied:
         raise SplitError(name, tied)
-    return [
-        Stage(_module(model, pieces[stage % count], into.wiring.first(stage)), stage) for stage in into.stages_of(rank)
-    ]
+    return [Stage(_module(model, pieces, stage % count), stage) for stage in into.stages_of(rank)]
 
 
 def _rank(name: str, into: Schedule, rank: int | None) -> int:
@@ -142,21 +140,24 @@ def _tied(model: nn.Module, pieces: list[list[Layer]], into: Schedule) -> list[s
 class _Part(nn.Module):
     """What makes a part of a model a stage: it runs its own layers and no others.
 
-    They are looked up by name at each call, so that a layer may be wrapped or replaced after the split.
+    They are looked up by name at each call, so that a layer may be wrapped or replaced after the split. A tuple between
+    two layers is one value, also where the layers are in two stages: it goes there as the one item of another tuple.
     """
 
     _steps: tuple[tuple[str, bool], ...]
     _begins: bool
+    _ends: bool
 
     def forward(self, *inputs: object) -> object:
         value: object = inputs[0] if len(inputs) == 1 else inputs
         for index, (name, method) in enumerate(self._steps):
             step = getattr(self, name) if method else self.get_submodule(name)
             value = step(*inputs) if index == 0 and self._begins else step(value)
-        return value
+        return (value,) if isinstance(value, tuple) and not self._ends else value
 
 
-def _module(model: nn.Module, layers: list[Layer], begins: bool) -> nn.Module:
+def _module(model: nn.Module, pieces: list[list[Layer]], position: int) -> nn.Module:
+    layers = pieces[position]
     inner = dict(model.named_modules(remove_duplicate=False))
     members = [member for layer in layers for member in layer.members]
     part = part_of(
@@ -165,5 +166,9 @@ def _module(model: nn.Module, layers: list[Layer], begins: bool) -> nn.Module:
         {member for member in members if member not in inner},
     )
     part.__class__ = type(f"{type(model).__name__}Stage", (_Part, type(model)), {"__module__": __name__})
-    part.__dict__ |= {"_steps": tuple((layer.name, layer.method) for layer in layers), "_begins": begins}
+    part.__dict__ |= {
+        "_steps": tuple((layer.name, layer.method) for layer in layers),
+        "_begins": position == 0,
+        "_ends": position == len(pieces) - 1,
+    }
     return part
