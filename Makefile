@@ -25,6 +25,7 @@ clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]"
-	touch $@
+	@echo "Setting up $(VENV): PyTorch and the tools of the tests, a few minutes where they must be downloaded"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -qq -c constraints.txt -e ".[dev]"
+	@touch $@
