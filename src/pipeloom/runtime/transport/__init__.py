@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 
@@ -18,15 +20,17 @@ def connect(
     *,
     device: torch.device | str = "cpu",
     watch: Watch | None = None,
+    pairs: Collection[tuple[int, int]] | None = None,
 ) -> Transport:
     """A transport between all ranks of `group`; every rank of it calls this, in the same order.
 
     `transport` is "local" (our own), "torch" (torch.distributed's), or "auto": our own for CPU tensors, torch's for
-    GPUs. Tensors arrive on `device`. Waits end with an error when `watch` knows of a failure.
+    GPUs. Tensors arrive on `device`. Waits end with an error when `watch` knows of a failure. `pairs` are the (sender,
+    receiver) that will be used, by default all; a GPU's communicators are set up for these.
     """
     if transport not in ("auto", "local", "torch"):
         raise ValueError(f"transport is {transport!r}; it is 'auto', 'local' or 'torch'")
     device = torch.device(device)
     if transport == "torch" or (transport == "auto" and device.type != "cpu"):
-        return TorchTransport(group, device)
+        return TorchTransport(group, device, watch, pairs)
     return LocalTransport(group, device, watch)

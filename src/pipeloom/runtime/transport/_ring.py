@@ -20,7 +20,7 @@ from pipeloom.runtime.transport._link import Run
 
 RING = 4 << 20
 """Bytes of one direction. Memory is taken only as it is used."""
-CHUNK = 128 << 10
+CHUNK = 1 << 20
 """After so many bytes the reader is told, so that it copies while the writer does."""
 
 

@@ -3,45 +3,72 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from pipeloom.runtime.transport._interface import Pending, Tree
+from pipeloom.errors import MessageError
+from pipeloom.runtime.transport._interface import Pending, Tree, Watch
+from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._posted import Posted
-from pipeloom.runtime.transport._tree import flat, pack, read
-
-_FIRST = 512
-_HEADER, _PAYLOAD = 1, 2
+from pipeloom.runtime.transport._tree import Spec, flat, pack, read
 
 
 class TorchTransport:
-    """Sends by `isend`, receives by `irecv`, in a private group.
+    """Headers go over our own transport, from processor to processor; tensors by `isend` and `irecv`.
 
-    All of one message is received before any of the next one from the same rank is, so backends without tags will do.
+    The header comes first, so a receive allocates what is right for this very message, and a rank that fails is noticed
+    while waiting for it. A message's tensors are received before those of the next one from the same rank, so nothing
+    depends on tags.
+
+    On GPUs each directed pair of ranks has a process group of its own, hence a communicator and a stream of its own: on
+    a shared one, a send that waits for its receive would hold up others, and two ranks that send to each other first
+    would wait forever. The groups are set up here, one after the other in one order everywhere, because the first use
+    of each waits for the other rank. `pairs` says which are needed; by default all.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        watch: Watch | None = None,
+        pairs: Collection[tuple[int, int]] | None = None,
+    ) -> None:
+        self._headers = LocalTransport(group, torch.device("cpu"), watch)
         self._device = device
-        ranks = dist.get_process_group_ranks(group)
-        private = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(private, dist.ProcessGroup)
-        self._group: dist.ProcessGroup | None = private
+        self._ranks = dist.get_process_group_ranks(group)
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._posted: dict[int, Posted] = {}
+        self._groups: dict[tuple[int, int] | None, dist.ProcessGroup] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._rank, size = group.rank(), group.size()
+        if self._stream is None:
+            self._groups[None] = _private(group, self._ranks)
+        else:
+            everyone = [(sender, receiver) for sender in range(size) for receiver in range(size) if sender != receiver]
+            for pair in sorted(everyone if pairs is None else pairs):
+                if self._rank in pair:
+                    self._groups[pair] = _private(group, [self._ranks[rank] for rank in pair])
+                    self._set_up(*pair)
+
+    def _set_up(self, sender: int, receiver: int) -> None:
+        spec = Spec(torch.uint8, (1,), (1,), False, 1)
+        if self._rank == sender:
+            self._isend(receiver, spec.allocate(self._device))
+        else:
+            self._irecv(sender, spec)
 
     def send(self, rank: int, value: Tree) -> None:
         header, tensors = pack(value)
-        head = len(header).to_bytes(4, "little") + header
-        first, rest = head[:_FIRST].ljust(_FIRST, b"\0"), head[_FIRST:]
-        for part in (first, rest):
-            if part:
-                data = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-                self._isend(rank, data.to(self._device), _HEADER)
+        self._headers.send(rank, header)
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
         for tensor in tensors:
             if tensor.numel():
-                self._isend(rank, flat(tensor.to(self._device, copy=True)), _PAYLOAD)
+                self._isend(rank, flat(tensor.to(self._device, copy=True)))
 
     def receive(self, rank: int) -> Pending:
         posted = self._posted.get(rank)
@@ -52,39 +79,47 @@ class TorchTransport:
     def flush(self) -> None:
         while self._sent:
             self._sent.popleft()[0].wait()
+        self._headers.flush()
 
     def close(self) -> None:
-        if self._group is not None:
-            self.flush()
-            dist.destroy_process_group(self._group)
-            self._group = None
+        self._headers.close()
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
 
-    def _isend(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        work = dist.isend(data, group=self._group, group_dst=rank, tag=tag)
+    def _isend(self, rank: int, data: torch.Tensor) -> None:
+        group = self._groups[(self._rank, rank) if self._stream else None]
+        work = dist.isend(data, self._ranks[rank], group)
         assert work is not None
         self._sent.append((work, data))
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
 
-    def _irecv(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        work = dist.irecv(data, group=self._group, group_src=rank, tag=tag)
+    def _irecv(self, rank: int, spec: Spec) -> torch.Tensor:
+        # On a stream without compute the transfer does not wait for what is queued before it.
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            tensor = spec.allocate(self._device)
+            if not spec.nbytes:
+                return tensor
+            group = self._groups[(rank, self._rank) if self._stream else None]
+            work = dist.irecv(flat(tensor), self._ranks[rank], group)
         assert work is not None
         work.wait()
+        if self._stream:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor
 
     def _receive(self, rank: int) -> Tree:
-        first = torch.empty(_FIRST, dtype=torch.uint8, device=self._device)
-        self._irecv(rank, first, _HEADER)
-        head = bytes(first.tolist())
-        length = int.from_bytes(head[:4], "little")
-        if length > _FIRST - 4:
-            rest = torch.empty(length - (_FIRST - 4), dtype=torch.uint8, device=self._device)
-            self._irecv(rank, rest, _HEADER)
-            head += bytes(rest.tolist())
-        layout = read(head[4 : 4 + length])
+        header = self._headers.receive(rank).wait()
+        if not isinstance(header, bytes):
+            raise MessageError(f"rank {rank} sent a {type(header).__name__} where a header was due")
+        layout = read(header)
         tensors = []
         for spec in layout.specs:
-            tensor = spec.allocate(self._device)
-            if spec.nbytes:
-                self._irecv(rank, flat(tensor), _PAYLOAD)
-            tensors.append(tensor.requires_grad_(spec.requires_grad))
+            tensor = self._irecv(rank, spec)
+            tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
         return layout.build(tensors)
+
+
+def _private(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    made = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
