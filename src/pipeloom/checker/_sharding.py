@@ -2,103 +2,104 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 
 from pipeloom.action import Action, Kind
-from pipeloom.checker._table import Table
+from pipeloom.checker._table import ABSENT, Place, Table
 from pipeloom.problem import Problem
 
 
 def sharding_problems(table: Table) -> Iterator[Problem]:
     """What is wrong with UNSHARD, RESHARD and REDUCE_GRAD."""
-    if not table.sharding:
-        return
-    strict = {place.action.stage for place in table.sharding if place.action.kind is not Kind.REDUCE_GRAD}
-    reduces = any(place.action.kind is Kind.REDUCE_GRAD for place in table.sharding)
-    for rank in range(table.schedule.ranks):
-        yield from _weights(table, rank, strict)
-        if reduces:
-            yield from _gradients(table, rank)
+    weights: dict[int, list[Place]] = {}
+    gradients: dict[int, list[Place]] = {}
+    for place in table.sharding:
+        reduces = place.action.kind is Kind.REDUCE_GRAD
+        (gradients if reduces else weights).setdefault(place.action.stage, []).append(place)
+    for stage, places in weights.items():
+        yield from _weights(table, stage, places)
+    for stage, holder in enumerate(table.holder):
+        if gradients and holder != ABSENT:
+            yield from _gradients(table, stage, gradients.get(stage, []))
 
 
-def _weights(table: Table, rank: int, strict: set[int]) -> Iterator[Problem]:
-    """The stages in `strict`, those with an UNSHARD or a RESHARD, hold their weights in between only."""
-    held: dict[int, int] = {}
-    complained: set[int] = set()
-    for step, cell in enumerate(table.schedule.rows[rank]):
-        stage, kind = cell.stage, cell.kind
-        if kind is Kind.UNSHARD and table.holder[stage : stage + 1] == [rank]:
-            if stage in held:
+def _weights(table: Table, stage: int, places: list[Place]) -> Iterator[Problem]:
+    """A stage with any UNSHARD or RESHARD has its weights only between one and the other."""
+    lines = [table.line(kind, stage) for kind in (Kind.F, Kind.I, Kind.W)]
+    uses = sorted(cell for line in lines for cell in table.cells(line) if cell >= 0)
+    held: Place | None = None
+    dropped = -1
+    for place in places:
+        cell = table.starts[place.rank] + place.step
+        if held is None:
+            yield from _without_weights(table, stage, uses, dropped, cell)
+        if place.action.kind is Kind.UNSHARD:
+            if held is not None:
                 yield _problem(
                     "unshard-twice",
-                    (rank, step, cell),
-                    f"the weights are there since step {held[stage]}",
+                    place,
+                    f"the weights are there since step {held.step}",
                     f"delete this cell, or put {stage}RESHARD before it",
                 )
-            held[stage] = step
-            complained.discard(stage)
-        elif kind is Kind.RESHARD and table.holder[stage : stage + 1] == [rank]:
-            if stage not in held:
+            held = place
+        else:
+            if held is None:
                 yield _problem(
                     "reshard-needless",
-                    (rank, step, cell),
+                    place,
                     "the weights are not there",
                     f"delete this cell, or put {stage}UNSHARD before it",
                 )
-            held.pop(stage, None)
-        for action in cell.computes:
-            if action.stage in strict and action.stage not in held and action.stage not in complained:
-                complained.add(action.stage)
-                yield _problem(
-                    "unshard-missing",
-                    (rank, step, action),
-                    f"the weights of stage {action.stage} are not there",
-                    f"put {action.stage}UNSHARD before it",
-                )
-    for stage, step in held.items():
+            held = None
+            dropped = cell
+    if held is None:
+        yield from _without_weights(table, stage, uses, dropped, table.starts[-1])
+    else:
         yield _problem(
             "reshard-missing",
-            (rank, step, Action(stage, Kind.UNSHARD)),
+            held,
             "these weights are not dropped at the end",
             f"put {stage}RESHARD behind their last use",
         )
 
 
-def _gradients(table: Table, rank: int) -> Iterator[Problem]:
-    last: dict[int, int] = {}
-    reduced: dict[int, list[int]] = {stage: [] for stage, holder in enumerate(table.holder) if holder == rank}
-    for step, cell in enumerate(table.schedule.rows[rank]):
-        if cell.kind is Kind.REDUCE_GRAD and cell.stage in reduced:
-            reduced[cell.stage].append(step)
-        for action in cell.computes:
-            if action.kind is Kind.B or action.kind is Kind.W:
-                last[action.stage] = step
-    for stage, steps in reduced.items():
-        cell = Action(stage, Kind.REDUCE_GRAD)
-        if stage not in last:
-            for step in steps:
-                yield _problem(
-                    "reduce-needless", (rank, step, cell), "the stage makes no gradients here", "delete this cell"
-                )
-            continue
-        if not steps:
-            yield _problem(
-                "reduce-missing",
-                (rank, None, None),
-                f"the gradients of stage {stage} are not reduced, though others are",
-                f"put {cell} behind its last backward, step {last[stage]}",
-            )
-        elif steps[0] < last[stage]:
-            yield _problem(
-                "reduce-early",
-                (rank, steps[0], cell),
-                f"the last backward of stage {stage} comes after it, in step {last[stage]}",
-                "move this cell behind it",
-            )
-        for step in steps[1:]:
-            yield _problem("reduce-twice", (rank, step, cell), f"it was done in step {steps[0]}", "delete one of them")
+def _without_weights(table: Table, stage: int, uses: list[int], after: int, before: int) -> Iterator[Problem]:
+    """One problem for the first use of a stage between two cells, where its weights are not there."""
+    first = bisect_right(uses, after)
+    if first < len(uses) and uses[first] < before:
+        rank, step = table.rank_and_step(uses[first])
+        cell = table.schedule.rows[rank][step]
+        used = next((action for action in cell.computes if action.stage == stage), cell)
+        yield _problem(
+            "unshard-missing",
+            Place(rank, step, used),
+            f"the weights of stage {stage} are not there",
+            f"put {stage}UNSHARD before it",
+        )
 
 
-def _problem(code: str, place: tuple[int, int | None, Action | None], message: str, hint: str) -> Problem:
-    rank, step, action = place
-    return Problem(code=code, rank=rank, step=step, action=action, message=message, hint=hint)
+def _gradients(table: Table, stage: int, places: list[Place]) -> Iterator[Problem]:
+    last = max(table.cells(table.line(Kind.W, stage)), default=ABSENT)
+    if last < 0:
+        for place in places:
+            yield _problem("reduce-needless", place, "the stage makes no gradients here", "delete this cell")
+        return
+    if not places:
+        yield Problem(
+            code="reduce-missing",
+            rank=table.holder[stage],
+            message=f"the gradients of stage {stage} are not reduced, though others are",
+            hint=f"put {Action(stage, Kind.REDUCE_GRAD)} behind its last backward",
+        )
+    for place in places[:1]:
+        if table.starts[place.rank] + place.step < last:
+            yield _problem(
+                "reduce-early", place, f"a backward of stage {stage} comes after it", "move it behind the last backward"
+            )
+    for place in places[1:]:
+        yield _problem("reduce-twice", place, f"it was done in step {places[0].step}", "delete one of them")
+
+
+def _problem(code: str, place: Place, message: str, hint: str) -> Problem:
+    return Problem(code=code, rank=place.rank, step=place.step, action=place.action, message=message, hint=hint)
