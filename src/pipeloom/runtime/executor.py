@@ -20,6 +20,7 @@ from pipeloom.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind
 from pipeloom.runtime.backward import Gradients, Tape
 from pipeloom.runtime.microbatches import batch_size
 from pipeloom.runtime.overlap import Part
+from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.transport import Pending, Transport
 from pipeloom.runtime.tree import map_tensors, tensors
 from pipeloom.schedule import Schedule
@@ -48,6 +49,7 @@ class Program:
     modules: Mapping[int, nn.Module]
     loss_fn: Callable[..., Any] | None
     registered: Mapping[Kind, Callable[..., None]]
+    randomness: Randomness | None
     calls: list[tuple[Call, Action]] = field(init=False)
     accepts: dict[int, frozenset[str] | None] = field(init=False)
     """The keyword arguments that each stage's forward takes; None for any."""
@@ -122,7 +124,9 @@ class _Coming:
 class Run:
     """One walk over the rows of a rank."""
 
-    def __init__(self, program: Program, transport: Transport | None, batch: Batch, *, train: bool, keep: bool) -> None:
+    def __init__(
+        self, program: Program, transport: Transport | None, batch: Batch, step: int, *, train: bool, keep: bool
+    ) -> None:
         self.program = program
         self.batch = batch
         self.train = train
@@ -132,6 +136,8 @@ class Run:
         """How many samples came out of each microbatch, where neither targets nor inputs on this rank tell."""
         self.microbatch: int | None = None
         self._keep = keep
+        self._step = step
+        self._randomness = program.randomness if train else None
         self._transport = transport
         self._wiring = program.schedule.wiring
         self._placement = program.schedule.placement
@@ -176,6 +182,8 @@ class Run:
     def begin_forward(self, stage: int, microbatch: int) -> tuple[Tape, tuple[Any, ...], Mapping[str, Any]]:
         """What the stage's module is to be called with, and the tape that its inputs are on."""
         tape = Tape()
+        if self._randomness:
+            self._randomness.forward(self._step, microbatch)
         if self._wiring.first(stage):
             arguments = self.batch.arguments[microbatch]
         else:
@@ -243,6 +251,8 @@ class Run:
 
     def begin_backward(self, stage: int, microbatch: int) -> Gradients:
         """The gradients of the stage's outputs: one for each root of its tape."""
+        if self._randomness:
+            self._randomness.backward(self._step, microbatch)
         if self._wiring.last(stage):
             return [torch.ones_like(root) for root in self._tapes[stage, microbatch].roots]
         chain, *skips = [self._take((target, stage, microbatch)) for target in self._wiring.targets(stage)]
@@ -270,6 +280,8 @@ class Run:
         self.end_backward(stage, microbatch, self._tapes[stage, microbatch].inputs(gradients))
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
+        if self._randomness:
+            self._randomness.backward(self._step, microbatch)
         self._tapes.pop((stage, microbatch)).weights()
 
     def drop_tape(self, stage: int, microbatch: int) -> None:

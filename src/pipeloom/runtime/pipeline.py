@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from pipeloom.runtime.microbatches import (
     split_keywords,
     weights,
 )
+from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.ties import Ties
 from pipeloom.runtime.transport import connect
@@ -45,6 +47,9 @@ class Pipeline:
         group: the ranks of this pipeline, in order; by default all.
         weight: how much each microbatch counts: "samples" (for losses that are means), "equal", "sum", or a function
             of a microbatch's target that counts, say, its valid tokens. See `pipeloom.runtime.microbatches.weights`.
+        seed: where random numbers, as of dropout, come from in a step: they are keyed by this, the number of the step
+            and of the microbatch and the layer, so that they are the same for every schedule and number of ranks; see
+            `pipeloom.runtime.randomness`. By default they are drawn as they come.
         kwargs: "split" or "replicate" for keyword arguments whose handling does not follow from their shape.
         transport: "auto", "local" or "torch".
 
@@ -62,6 +67,7 @@ class Pipeline:
         microbatches: int | None = None,
         group: dist.ProcessGroup | None = None,
         weight: Weight = "samples",
+        seed: int | None = None,
         kwargs: Mapping[str, Handling] | None = None,
         transport: Literal["auto", "local", "torch"] = "auto",
     ) -> None:
@@ -79,6 +85,9 @@ class Pipeline:
         self._programs: dict[int | None, Program] = {}
         device = _device(self._modules.values())
         self._transport = connect(self._group, transport, device=device) if self._group and ranks > 1 else None
+        self._randomness = Randomness(seed, stages) if seed is not None else None
+        self.steps = 0
+        """How many steps are done; it keys random numbers where there is a `seed`."""
         self._ties = Ties(self._modules, self._group, device)
         for names in sorted({names for stage in stages for names in stage.ties}):
             self._ties.add(names)
@@ -160,7 +169,8 @@ class Pipeline:
         empty = [parameter for parameter in parameters if parameter.grad is None]
         self._ties.begin()
         try:
-            output = self._walk(None, batch, losses, train=True, keep=return_outputs)
+            with self._randomness.during() if self._randomness else nullcontext():
+                output = self._walk(None, batch, losses, train=True, keep=return_outputs)
             self._ties.finish()
         except BaseException:
             self._ties.abort()
@@ -168,6 +178,7 @@ class Pipeline:
                 parameter.grad = None
             self._failed_with_gradients = len(empty) < len(parameters)
             raise
+        self.steps += 1
         return output
 
     def tie(self, *names: str) -> None:
@@ -299,14 +310,16 @@ class Pipeline:
         """The rows of this rank, compiled: those of the schedule, or for evaluation with so many microbatches."""
         if microbatches not in self._programs:
             schedule = self.schedule if microbatches is None else forward_only(self.schedule, microbatches).checked()
-            self._programs[microbatches] = Program(schedule, self.rank, self._modules, self._loss_fn, self._registered)
+            self._programs[microbatches] = Program(
+                schedule, self.rank, self._modules, self._loss_fn, self._registered, self._randomness
+            )
         return self._programs[microbatches]
 
     def _walk(
         self, microbatches: int | None, batch: Batch, losses: list[Tensor] | None, *, train: bool, keep: bool
     ) -> Any:
         program = self._program(microbatches)
-        run = self._run = Run(program, self._transport, batch, train=train, keep=keep)
+        run = self._run = Run(program, self._transport, batch, self.steps, train=train, keep=keep)
         self._loss = None
         run.walk()
         order = range(program.schedule.microbatches)

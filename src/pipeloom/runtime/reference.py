@@ -7,7 +7,8 @@ CPU in float32, with the same number of threads, a pipeline equals it to the bit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from pipeloom.action import Kind
 from pipeloom.runtime.executor import keywords_of
 from pipeloom.runtime.microbatches import Handling, Weight, batch_size, merge, split, split_keywords, weights
+from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.tree import map_tensors
 from pipeloom.schedule import Schedule
@@ -30,6 +32,8 @@ def step(
     losses: list[Tensor] | None = None,
     weight: Weight = "samples",
     handling: Mapping[str, Handling] | None = None,
+    seed: int | None = None,
+    number: int = 0,
     **kwargs: Any,
 ) -> Any:
     """One step of the whole model in one process; gradients add up in the parameters' `.grad`.
@@ -40,6 +44,7 @@ def step(
         args: the inputs of the model, a whole batch.
         loss_fn, target, losses, weight, kwargs: as for `Pipeline` and `Pipeline.step`; `handling` is the pipeline's
             `kwargs`. Keyword arguments go to every stage whose forward takes them.
+        seed, number: the pipeline's `seed`, and how many steps it had done before this one.
 
     Returns:
         The outputs for the whole batch, detached.
@@ -49,16 +54,23 @@ def step(
     targets = [] if target is None else split(target, count, "target")
     inputs = split(args, count, "inputs")
     shares = weights(weight, count, [batch_size(entry) or 1 for entry in targets or inputs], targets)
-    outputs = _forward(modules, schedule, inputs, split_keywords(kwargs, count, handling or {}, batch_size(args)))
-    found = [_loss(loss_fn, output, targets[index : index + 1]) for index, output in enumerate(outputs)]
+    keywords = split_keywords(kwargs, count, handling or {}, batch_size(args))
     trainable = [[parameter for parameter in module.parameters() if parameter.requires_grad] for module in modules]
     flat = list(dict.fromkeys(parameter for own in trainable for parameter in own))
-    gradients: list[dict[Tensor, Tensor]] = []
-    for index, loss in enumerate(found):
-        each: tuple[Tensor | None, ...] = (None,) * len(flat)
-        if loss.requires_grad and flat:
-            each = torch.autograd.grad(loss * shares[index], flat, allow_unused=True)
-        gradients.append({name: value for name, value in zip(flat, each, strict=True) if value is not None})
+    held = [parameter.grad for parameter in flat]
+    with _seeded(stages, seed, number) as microbatch_begins:
+        outputs = _forward(modules, schedule, inputs, keywords, microbatch_begins)
+        found = [_loss(loss_fn, output, targets[index : index + 1]) for index, output in enumerate(outputs)]
+        gradients: list[dict[Tensor, Tensor]] = []
+        for index, loss in enumerate(found):
+            for parameter in flat:
+                parameter.grad = None
+            if loss.requires_grad:
+                microbatch_begins(index, True)
+                torch.autograd.backward(loss * shares[index])
+            gradients.append({parameter: parameter.grad for parameter in flat if parameter.grad is not None})
+    for parameter, gradient in zip(flat, held, strict=True):
+        parameter.grad = gradient
     orders = _orders(schedule, (Kind.B, Kind.W))
     for stage, own in enumerate(trainable):
         for microbatch in orders[stage]:
@@ -93,6 +105,23 @@ def evaluate(
     return merge(outputs)
 
 
+@contextmanager
+def _seeded(
+    stages: Sequence[nn.Module | Stage], seed: int | None, number: int
+) -> Iterator[Callable[[int, bool], None]]:
+    """Keyed random numbers, if there is a seed: a function to be told when a microbatch begins, or its backward."""
+    if seed is None:
+        yield lambda _, __: None
+        return
+    named = [stage if isinstance(stage, Stage) else Stage(stage, index) for index, stage in enumerate(stages)]
+    randomness = Randomness(seed, named)
+    try:
+        with randomness.during():
+            yield lambda index, backward: (randomness.backward if backward else randomness.forward)(number, index)
+    finally:
+        randomness.remove()
+
+
 def _modules(stages: Sequence[nn.Module | Stage], schedule: Schedule) -> list[nn.Module]:
     modules = [stage.module if isinstance(stage, Stage) else stage for stage in stages]
     if len(modules) != schedule.stages:
@@ -114,7 +143,11 @@ def _orders(schedule: Schedule, kinds: Sequence[Kind]) -> list[list[int]]:
 
 
 def _forward(
-    modules: Sequence[nn.Module], schedule: Schedule, inputs: Sequence[Any], keywords: Sequence[Mapping[str, Any]]
+    modules: Sequence[nn.Module],
+    schedule: Schedule,
+    inputs: Sequence[Any],
+    keywords: Sequence[Mapping[str, Any]],
+    microbatch_begins: Callable[[int, bool], None] = lambda _, __: None,
 ) -> list[Any]:
     wiring = schedule.wiring
     values: list[Sequence[Any]] = [inputs]
@@ -127,6 +160,7 @@ def _forward(
             arguments = [*chain] if isinstance(chain, tuple) else [chain]
             arguments += [skips[source][microbatch] for source in wiring.sources(stage)[1:]]
             given = {name: each for name, each in keywords[microbatch].items() if names is None or name in names}
+            microbatch_begins(microbatch, False)
             outputs[microbatch] = module(*arguments, **given)
         if len(wiring.targets(stage)) > 1:
             skips[stage] = [output[-1] for output in outputs]

@@ -17,5 +17,7 @@ class Stage:
 
     module: nn.Module
     index: int
+    whole: bool = False
+    """Whether the module's names are those of the whole model, as `pipeloom.split` makes them."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Names of parameters that are one weight of the model, all ties of the model; see `Pipeline.tie`."""
