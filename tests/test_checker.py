@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[Schedule, list[str]]] = {
         ["part-unknown"],
     ),
     "a backward twice, unsharded": (
-        read("0UNSHARD,0F0,0I0,0RESHARD,0B0,1F0,1B0"),
+        read("0UNSHARD,0F0,1F0,1I0,0I0,0RESHARD,0B0,1W0"),
         ["backward-twice", "unshard-missing"],
     ),
     "half a batch": (read("0F0,0F1,0F2", wiring=Wiring(1, pieces=2)), ["pieces"]),
