@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -27,6 +28,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients = list[Tensor | None]
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """A backward runs in the types that its forward chose, also where the caller's autocast reaches around both."""
+    stack = ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 class _Enter(torch.autograd.Function):
@@ -80,7 +90,8 @@ class Tape:
         """
         roots, gradients = _used(self.roots, gradients)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            with without_autocast():
+                torch.autograd.backward(roots, gradients)
         found = []
         for leaf in self.leaves:
             found.append(leaf.grad)
@@ -94,7 +105,8 @@ class Tape:
         weights = _Weights([get_gradient_edge(root) for root in roots], used)
         found: Gradients = [None] * len(self.leaves)
         if self.leaves and roots:
-            captured = weights.capture(self.leaves, self._entries)
+            with without_autocast():
+                captured = weights.capture(self.leaves, self._entries)
             if captured is None:
                 found, weights = self.whole(gradients), _Weights([], [])
             else:
@@ -107,7 +119,8 @@ class Tape:
         """Run W: the gradients that I left over reach the parameters."""
         pending, self._pending = self._pending, None
         assert pending is not None, "W runs after I"
-        pending.carry_on()
+        with without_autocast():
+            pending.carry_on()
 
     def _forget(self) -> None:
         self.leaves, self._entries, self.roots = [], [], []

@@ -125,7 +125,15 @@ class Run:
     """One walk over the rows of a rank."""
 
     def __init__(
-        self, program: Program, transport: Transport | None, batch: Batch, step: int, *, train: bool, keep: bool
+        self,
+        program: Program,
+        transport: Transport | None,
+        batch: Batch,
+        step: int,
+        *,
+        train: bool,
+        keep: bool,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.program = program
         self.batch = batch
@@ -136,6 +144,7 @@ class Run:
         """How many samples came out of each microbatch, where neither targets nor inputs on this rank tell."""
         self.microbatch: int | None = None
         self._keep = keep
+        self._scaler = scaler
         self._step = step
         self._randomness = program.randomness if train else None
         self._transport = transport
@@ -243,7 +252,8 @@ class Run:
                 raise TypeError(f"loss_fn returned {kind}; it returns a loss of one element, or (loss, anything)")
             self.losses[microbatch] = loss.detach()
             if self.train and loss.requires_grad:
-                tape.roots = [loss * self.batch.weights[microbatch]]
+                weighted = loss * self.batch.weights[microbatch]
+                tape.roots = [weighted if self._scaler is None else self._scaler.scale(weighted)]
         if not self.batch.targets and not self.batch.arguments:
             self.sizes[microbatch] = batch_size(output)
         if self._keep:

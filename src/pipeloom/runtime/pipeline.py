@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from pipeloom import schedules
 from pipeloom.action import BACKWARD, Kind
@@ -83,12 +84,12 @@ class Pipeline:
         self._handling = dict(kwargs or {})
         self._registered: dict[Kind, Callable[..., None]] = {}
         self._programs: dict[int | None, Program] = {}
-        device = _device(self._modules.values())
-        self._transport = connect(self._group, transport, device=device) if self._group and ranks > 1 else None
+        self._device = _device(self._modules.values())
+        self._transport = connect(self._group, transport, device=self._device) if self._group and ranks > 1 else None
         self._randomness = Randomness(seed, stages) if seed is not None else None
         self.steps = 0
         """How many steps are done; it keys random numbers where there is a `seed`."""
-        self._ties = Ties(self._modules, self._group, device)
+        self._ties = Ties(self._modules, self._group, self._device)
         for names in sorted({names for stage in stages for names in stage.ties}):
             self._ties.add(names)
         self._run: Run | None = None
@@ -129,6 +130,7 @@ class Pipeline:
         target: Any = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
@@ -141,6 +143,8 @@ class Pipeline:
             target: what the loss is taken against, a whole batch; on the last stage's rank only.
             losses: a list that is emptied and filled with each microbatch's own loss, detached, in microbatch order.
             return_outputs: whether outputs are kept and returned.
+            scaler: what scales the loss where gradients are of low precision. Ranks must skip the same optimizer
+                steps, so with several ranks it is a `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
             arg_mbs: ready inputs instead of `args`: one entry a microbatch, a tuple of arguments or a single one.
             kwarg_mbs: ready keyword arguments instead of `kwargs`: one dict a microbatch.
             target_mbs: ready targets instead of `target`: one entry a microbatch.
@@ -163,14 +167,21 @@ class Pipeline:
             )
         if self.last and self._loss_fn is None:
             raise PipelineError("step needs a loss: Pipeline(..., loss_fn=...)")
+        if scaler is not None and self._group and not isinstance(scaler, ShardedGradScaler):
+            raise PipelineError(
+                "a gradient scaler of one rank skips steps that other ranks take; use "
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with this pipeline's process group"
+            )
         self._refuse_leftovers()
         batch = self._batch(self.schedule.microbatches, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
         empty = [parameter for parameter in parameters if parameter.grad is None]
+        if scaler is not None:
+            scaler.scale(torch.ones((), device=self._device))  # it must know its device on every rank
         self._ties.begin()
         try:
             with self._randomness.during() if self._randomness else nullcontext():
-                output = self._walk(None, batch, losses, train=True, keep=return_outputs)
+                output = self._walk(None, batch, losses, train=True, keep=return_outputs, scaler=scaler)
             self._ties.finish()
         except BaseException:
             self._ties.abort()
@@ -217,10 +228,8 @@ class Pipeline:
         ready = next((mbs for mbs in (arg_mbs, kwarg_mbs, target_mbs) if mbs is not None), None)
         count = microbatches or (len(ready) if ready is not None else self.schedule.microbatches)
         batch = self._batch(count, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        devices = {
-            tensor.device for module in self._modules.values() for tensor in module.parameters() if tensor.is_cuda
-        }
-        with torch.no_grad(), torch.random.fork_rng(sorted({device.index for device in devices})):
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
             return self._walk(count, batch, losses, train=False, keep=return_outputs)
 
     def loss(self) -> Tensor:
@@ -229,7 +238,7 @@ class Pipeline:
             raise PipelineError("there is no loss before the first step")
         source = self.schedule.placement[self.schedule.wiring.stages - 1]
         value = self._loss if self._loss is not None else torch.zeros(())
-        value = value.to(device=_device(self._modules.values()), dtype=torch.float32)
+        value = value.to(device=self._device, dtype=torch.float32)
         if self._group:
             dist.broadcast(value, group=self._group, group_src=source)
         return value
@@ -316,10 +325,17 @@ class Pipeline:
         return self._programs[microbatches]
 
     def _walk(
-        self, microbatches: int | None, batch: Batch, losses: list[Tensor] | None, *, train: bool, keep: bool
+        self,
+        microbatches: int | None,
+        batch: Batch,
+        losses: list[Tensor] | None,
+        *,
+        train: bool,
+        keep: bool,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
         program = self._program(microbatches)
-        run = self._run = Run(program, self._transport, batch, self.steps, train=train, keep=keep)
+        run = self._run = Run(program, self._transport, batch, self.steps, train=train, keep=keep, scaler=scaler)
         self._loss = None
         run.walk()
         order = range(program.schedule.microbatches)

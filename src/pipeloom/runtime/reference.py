@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.action import Kind
+from pipeloom.runtime.backward import without_autocast
 from pipeloom.runtime.executor import keywords_of
 from pipeloom.runtime.microbatches import Handling, Weight, batch_size, merge, split, split_keywords, weights
 from pipeloom.runtime.randomness import Randomness
@@ -34,6 +35,7 @@ def step(
     handling: Mapping[str, Handling] | None = None,
     seed: int | None = None,
     number: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
     **kwargs: Any,
 ) -> Any:
     """One step of the whole model in one process; gradients add up in the parameters' `.grad`.
@@ -42,8 +44,8 @@ def step(
         stages: the stages of the model, all of them, in order; their modules may be any, and share what they like.
         schedule: whose microbatches and orders are taken.
         args: the inputs of the model, a whole batch.
-        loss_fn, target, losses, weight, kwargs: as for `Pipeline` and `Pipeline.step`; `handling` is the pipeline's
-            `kwargs`. Keyword arguments go to every stage whose forward takes them.
+        loss_fn, target, losses, weight, scaler, kwargs: as for `Pipeline` and `Pipeline.step`; `handling` is the
+            pipeline's `kwargs`. Keyword arguments go to every stage whose forward takes them.
         seed, number: the pipeline's `seed`, and how many steps it had done before this one.
 
     Returns:
@@ -67,7 +69,9 @@ def step(
                 parameter.grad = None
             if loss.requires_grad:
                 microbatch_begins(index, True)
-                torch.autograd.backward(loss * shares[index])
+                weighted = loss * shares[index]
+                with without_autocast():
+                    torch.autograd.backward(weighted if scaler is None else scaler.scale(weighted))
             gradients.append({parameter: parameter.grad for parameter in flat if parameter.grad is not None})
     for parameter, gradient in zip(flat, held, strict=True):
         parameter.grad = gradient
