@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeloom as pl
@@ -83,6 +83,18 @@ def test_every_size_runs_to_its_end_with_each_action_once(recipe: Recipe, data: 
         assert not counts
 
 
+@every_recipe
+@settings(max_examples=20)
+@given(data=st.data())
+def test_every_size_checks_compute_only_lowered_and_forward_only(recipe: Recipe, data: st.DataObject) -> None:
+    schedule = recipe.make(**data.draw(sizes(recipe)))
+    for each in (schedule, pl.lower(schedule), pl.lower(schedule, shard=True, reduce=True)):
+        assert pl.check(each) == []
+        assert pl.check(pl.forward_only(each)) == []
+    more = data.draw(st.integers(1, 8)) * schedule.wiring.pieces
+    assert pl.check(pl.forward_only(schedule, microbatches=more)) == []
+
+
 def microbatches_of(schedule: Schedule, stage: int) -> range:
     """The numbers of the microbatches that a stage runs: all, or of two copies the first or the second half."""
     total = schedule.microbatches
@@ -115,6 +127,7 @@ def test_one_microbatch_on_the_fewest_ranks(recipe: Recipe) -> None:
         ("_zb_h2", make("ZB-H2", ranks=3, microbatches=5)),
         ("_v_half", make("V-Half", ranks=2, microbatches=4)),
         ("_v_min", make("V-Min", ranks=3, microbatches=3)),
+        ("_controllable_memory", make("ControllableMemory", ranks=3, microbatches=3, memory=2.5)),
         ("_one_f_one_b_v", make("1F1B-V", ranks=2, microbatches=4)),
         ("_group_interleaved", make("GIS", ranks=2, microbatches=4)),
         ("_combined_1f1b", make("Combined1F1B", ranks=2, microbatches=4)),
@@ -240,6 +253,7 @@ def test_names() -> None:
         "ZB-H2",
         "V-Half",
         "V-Min",
+        "ControllableMemory",
         "1F1B-V",
         "GIS",
         "Combined1F1B",

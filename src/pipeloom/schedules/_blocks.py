@@ -26,16 +26,19 @@ Slots = list[list[list[int]]]
 """For each rank and each of the actions above, the slots of all microbatches; W's are those of both stages in turn."""
 
 
-def squeezed(block: Block, microbatches: int) -> Rows:
-    """The rows of a block that is repeated for `microbatches` and squeezed."""
-    ranks = len(block)
-    few = 2 * ranks + 6
+def squeezed(block: Block, microbatches: int, most: int = 0) -> Rows:
+    """The rows of a block that is repeated for `microbatches` and squeezed.
+
+    A rank holds at most `most` activations, or as many as the repeated block makes some rank hold.
+    """
+    steady = block[0][I0] // PERIOD + 2
+    few = steady + block[-1][F0] // PERIOD + 4
     if microbatches > few:
-        return [stretched(row, ranks + 2, microbatches - few) for row in squeezed(block, few)]
+        return [stretched(row, steady, microbatches - few) for row in squeezed(block, few, most)]
     slots = [[list(range(at, at + PERIOD * microbatches, PERIOD)) for at in each] for each in block]
-    slots = _eager(_advanced([[*each, _weights(each)] for each in slots], warm_up=True))
-    slots = _advanced([each[:W] for each in slots], warm_up=False)
-    return [_row(each, rank, ranks) for rank, each in enumerate(slots)]
+    slots = _eager(_advanced([[*each, _weights(each)] for each in slots], most, warm_up=True))
+    slots = _advanced([each[:W] for each in slots], most, warm_up=False)
+    return [_row(each, rank, len(block)) for rank, each in enumerate(slots)]
 
 
 def stretched(row: list[Action], steady: int, more: int) -> list[Action]:
@@ -76,10 +79,10 @@ def _weights(actions: list[list[int]]) -> list[int]:
     return [*found, *range(free, free + waiting)]
 
 
-def _advanced(slots: Slots, *, warm_up: bool) -> Slots:
+def _advanced(slots: Slots, most: int, *, warm_up: bool) -> Slots:
     """`slots` with what comes before the middle (if `warm_up`) and what comes after it as early as memory allows."""
     lines = [Line(actions) for actions in slots]
-    most = max(max(line.held) for line in lines)
+    most = max(most, max(max(line.held) for line in lines))
     final = len(slots[0][F0]) - 1
     middle = after = False
     for slot, rank, action, microbatch in in_order(slots):

@@ -43,7 +43,7 @@ def group_interleaved(sizes: Sizes) -> Rows:
 
 def group_interleaved_refusal(sizes: Sizes) -> str:
     """What is wrong with the size of the groups: the rule and the nearest size."""
-    least = -(-sizes.ranks // 2)
+    least = sizes.ranks // 2
     if sizes.group is None or sizes.group >= least:
         return ""
-    return f"group must be half the number of ranks or more, got {sizes.group}; the nearest is {least}"
+    return f"group must be ranks // 2 or more, got {sizes.group}; the nearest is {least}"

@@ -8,6 +8,7 @@ from pipeloom.errors import UnknownScheduleError
 from pipeloom.schedule import Schedule
 from pipeloom.schedules._chimera import chimera, next_chimera
 from pipeloom.schedules._combined_1f1b import combined_1f1b
+from pipeloom.schedules._controllable_memory import controllable_memory, memory_refusal
 from pipeloom.schedules._dualpipe import dualpipe, even_refusal, next_dualpipe
 from pipeloom.schedules._dualpipev import dualpipev, next_dualpipev
 from pipeloom.schedules._gpipe import gpipe
@@ -135,6 +136,18 @@ RECIPES = (
         most_stages_per_rank=2,
         description="two stages a rank in a V with a third of 1F1B's memory; needs fast messages",
         source="Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv:2405.15362)",
+    ),
+    Recipe(
+        name="ControllableMemory",
+        rows=controllable_memory,
+        refusal=memory_refusal,
+        placement="V",
+        splits_backward=True,
+        least_stages_per_rank=2,
+        most_stages_per_rank=2,
+        options=("memory",),
+        description="two stages a rank in a V under any limit on activations, from V-Min's to ZB-V's",
+        source="after Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv:2405.15362)",
     ),
     Recipe(
         name="1F1B-V",
