@@ -6,6 +6,7 @@ Its text is CSV, one row a rank, one cell an action, as PyTorch's pipelining rea
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -41,19 +42,19 @@ class Schedule:
     ) -> Schedule:
         """The schedule of `rows`; what is not given is read off them.
 
-        A stage is placed on the first rank that runs it, and the wiring is a chain of all stages up to the highest.
+        A stage is placed on the rank that runs most of it, and the wiring is a chain of all stages up to the highest.
         """
         frozen = tuple(tuple(row) for row in rows)
-        found: dict[int, int] = {}
+        runs: dict[int, tuple[int, int]] = {}
         microbatches = 0
         for rank, row in enumerate(frozen):
-            for cell in row:
-                for action in cell.parts or (cell,):
-                    found.setdefault(action.stage, rank)
-                    if action.microbatch >= microbatches:
-                        microbatches = action.microbatch + 1
+            actions = [action for cell in row for action in cell.parts or (cell,)]
+            microbatches = max(microbatches, max((action.microbatch for action in actions), default=-1) + 1)
+            for stage, count in Counter(action.stage for action in actions).items():
+                if stage not in runs or count > runs[stage][1]:
+                    runs[stage] = (rank, count)
         if placement is None:
-            placement = dict(sorted(found.items()))
+            placement = {stage: rank for stage, (rank, _) in sorted(runs.items())}
         return cls(frozen, placement, wiring or Wiring(max(placement, default=0) + 1), microbatches, name)
 
     @classmethod
