@@ -125,3 +125,17 @@ class BatchError(PipeloomError, ValueError):
 
 class PipelineError(PipeloomError, ValueError):
     """A pipeline cannot be built, or is used in a way that could not give right numbers."""
+
+
+class CheckpointError(PipeloomError, RuntimeError):
+    """A checkpoint cannot be saved or loaded, on any rank. `reasons` holds everything that stands against it.
+
+    What was saved before, and the model and optimizer in memory, are as they were.
+    """
+
+    def __init__(self, path: str, doing: str, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        lines = [f"checkpoint {path} cannot be {doing}:", *(f"  {reason}" for reason in self.reasons[:_PRINTED])]
+        if len(self.reasons) > _PRINTED:
+            lines.append(f"  ... and {len(self.reasons) - _PRINTED} more, all in the error's `reasons`")
+        super().__init__("\n".join(lines))

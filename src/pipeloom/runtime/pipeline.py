@@ -107,6 +107,21 @@ class Pipeline:
         return any(map(self.schedule.wiring.last, self._modules))
 
     @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """The modules of this rank's stages, by the number of the stage."""
+        return self._modules
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks of this pipeline; None where there is no other."""
+        return self._group
+
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """The names of parameters that are one weight, a tuple a weight; see `tie`."""
+        return tuple(self._ties.names)
+
+    @property
     def microbatch(self) -> int:
         """The number of the microbatch whose forward is running, to be read inside a stage's forward."""
         if self._run is None or self._run.microbatch is None:

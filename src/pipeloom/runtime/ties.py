@@ -33,6 +33,8 @@ class Ties:
         self._group = group
         self._device = device
         self._ties: list[_Tie] = []
+        self.names: list[tuple[str, ...]] = []
+        """The names that were tied, one tuple a weight."""
 
     def add(self, names: Sequence[str]) -> None:
         """Tie the parameters of these names: all copies take on the value of the first, and stay equal from then on.
@@ -66,6 +68,7 @@ class Ties:
             for copy in own[1:]:
                 copy.copy_(own[0])
         self._ties.append(_Tie(own, rank == leader, group))
+        self.names.append(tuple(names))
 
     def uncounted(self) -> Iterator[nn.Parameter]:
         """This rank's copies that do not count where each weight of the model counts once."""
