@@ -334,7 +334,6 @@ def declares(*entries: object) -> nn.Module:
         (GivesAway(), ["does not return what its last layer gave"]),
         (HasMore(), ["parameter 'temperature' belongs to no layer", "buffer 'steps' belongs to no layer"]),
         (hooked(), ["'after' has hooks"]),
-        (tied(), ["'embedding.weight' and 'head.weight' are one parameter", "ranks 0 and 1"]),
         (declares(), ["'norm' is used 2 times", "parameter 'positions' belongs", "buffer 'scale' belongs"]),
         (declares(len, (len, 3)), ["entry 0 of pipeline_layers()", "entry 1 of pipeline_layers()"]),
         (nn.Sequential(), ["has no layers"]),
@@ -348,9 +347,34 @@ def test_refused_with_the_reason(model: nn.Module, reasons: list[str]) -> None:
         assert reason in str(caught.value)
 
 
-def test_tied_weights_may_share_a_rank() -> None:
-    first, last = (stage for stage in all_stages(tied(), v(2)) if stage.index in (0, 3))
-    assert first.module.get_parameter("embedding.weight") is last.module.get_parameter("head.weight")
+def test_a_shared_weight_stays_one_weight(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        part = tied()
+    inputs, target = torch.randint(16, (8,)), torch.randint(16, (8,))
+
+    def work() -> None:
+        schedule = pl.schedules.make("1F1B", ranks=2, microbatches=2)
+        (stage,) = pl.split(part, schedule)
+        fill(stage.module, seed=7)
+        pipe = pl.Pipeline([stage], schedule, loss_fn=nn.functional.cross_entropy)
+        stage.module.eval()
+        pipe.step(*[inputs] if pipe.first else [], target=target if pipe.last else None)
+        name = "embedding.weight" if pipe.first else "head.weight"
+        weight = stage.module.get_parameter(name)
+        torch.save([weight, weight.grad], tmp_path / name)
+        pipe.close()
+
+    torch.set_num_threads(1)
+    launch(work, 2)
+    whole = tied().eval()
+    fill(whole, seed=7)
+    nn.functional.cross_entropy(whole(inputs), target).backward()
+    expected = whole.get_parameter("head.weight")
+    assert expected is whole.get_parameter("embedding.weight")
+    for name in ("embedding.weight", "head.weight"):
+        weight, gradient = torch.load(tmp_path / name)
+        assert torch.equal(weight, expected)
+        torch.testing.assert_close(gradient, expected.grad)
 
 
 def test_refused_without_a_rank() -> None:
@@ -404,7 +428,3 @@ def test_what_nothing_initialises_is_refused() -> None:
         model = nn.Sequential(nn.Linear(2, 2), HasMore())
     with pytest.raises(SplitError, match=r"'1.temperature' is not initialised(.|\n)*'1.steps' is not initialised"):
         fill(model, seed=0)
-    with torch.device("meta"):
-        shared = tied()
-    with pytest.raises(SplitError, match=r"embedding\.weight and head\.weight are shared"):
-        fill(shared, seed=0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 
 import torch
 from torch import nn
 
 from pipeloom.errors import SplitError
+from pipeloom.splitter._ties import ties_of
 
 
 def fill(module: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
@@ -24,17 +24,16 @@ def fill(module: nn.Module, seed: int, device: torch.device | str = "cpu") -> No
         device: where the weights are to live.
 
     Raises:
-        SplitError: a parameter or buffer was written by no `reset_parameters()`, or is shared by two modules. To load a
-            state dict instead, call `module.to_empty(device=...)` and `module.load_state_dict(...)`.
+        SplitError: a parameter or buffer was written by no `reset_parameters()`. To load a state dict instead, call
+            `module.to_empty(device=...)` and `module.load_state_dict(...)`.
     """
     kind = type(module).__name__
-    counts = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    shared = [name for name, parameter in module.named_parameters(remove_duplicate=False) if counts[id(parameter)] > 1]
-    if shared:
-        raise SplitError(
-            kind, [f"{' and '.join(shared)} are shared; the meta device cannot keep them so, share them after"]
-        )
+    ties = ties_of(module)
     module.to_empty(device=device)
+    for first, *others in ties:
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(module.get_submodule(owner), name, module.get_parameter(first))
     before = {name: (tensor, tensor._version) for name, tensor in _tensors(module).items()}
     with torch.random.fork_rng(), torch.no_grad():
         for name, inner in reversed(list(module.named_modules())):

@@ -14,6 +14,7 @@ from pipeloom.runtime.stage import Stage
 from pipeloom.schedule import Schedule
 from pipeloom.splitter._layers import Layer, layers_of, outward
 from pipeloom.splitter._part import part_of
+from pipeloom.splitter._ties import ties_of
 
 
 def split(model: nn.Module, into: Schedule, cuts: Sequence[str] | None = None, rank: int | None = None) -> list[Stage]:
@@ -27,6 +28,9 @@ def split(model: nn.Module, into: Schedule, cuts: Sequence[str] | None = None, r
     Without `cuts` the stages are balanced by parameters: the sum of the squares of the stages' parameter counts is the
     least possible, which for equal blocks means equal numbers of them, as nearly as can be. With fewer layers than
     stages, the last stages are identities.
+
+    A parameter that several layers share stays one weight, wherever they land: the stages tell the pipeline, which ties
+    the copies (see `Pipeline.tie`).
 
     Args:
         model: the whole model; it may be on the meta device (see `fill`).
@@ -50,10 +54,10 @@ def split(model: nn.Module, into: Schedule, cuts: Sequence[str] | None = None, r
     count = into.wiring.stages
     starts = _starts(name, layers, cuts, count) if cuts is not None else _balanced(_parameters(model, layers), count)
     pieces = [layers[start:end] for start, end in pairwise([*starts, len(layers)])]
-    tied = list(_tied(model, pieces, into))
-    if tied:
-        raise SplitError(name, tied)
-    return [Stage(_module(model, pieces, stage % count), stage) for stage in into.stages_of(rank)]
+    ties = ties_of(model)
+    return [
+        Stage(_module(model, pieces, stage % count), stage, whole=True, ties=ties) for stage in into.stages_of(rank)
+    ]
 
 
 def _rank(name: str, into: Schedule, rank: int | None) -> int:
@@ -119,22 +123,6 @@ def _balanced(weights: Sequence[int], count: int) -> list[int]:
     for begin in reversed(begins[1:]):
         found.insert(0, begin[found[0]])
     return found[:-1]
-
-
-def _tied(model: nn.Module, pieces: list[list[Layer]], into: Schedule) -> list[str]:
-    """What keeps parameters that layers share from being split: they would get a part of their gradient only."""
-    home = {member: stage for stage, piece in enumerate(pieces) for layer in piece for member in layer.members}
-    seen: dict[int, tuple[str, int]] = {}
-    reasons = []
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        stage = next(home[outer] for outer in outward(name) if outer in home)
-        other, first = seen.setdefault(id(tensor), (name, stage))
-        if into.placement[first] != into.placement[stage]:
-            reasons.append(
-                f"'{other}' and '{name}' are one parameter, but stages {first} and {stage} land on ranks "
-                f"{into.placement[first]} and {into.placement[stage]}; give each its own, or cut so that one has both"
-            )
-    return reasons
 
 
 class _Part(nn.Module):
