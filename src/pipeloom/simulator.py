@@ -79,7 +79,7 @@ class _Link:
 class _Rank:
     """What a rank can do, by stage, and how far it is."""
 
-    __slots__ = ("at", "clock", "collective", "compute", "ends", "held", "part", "receives", "sends", "starts")
+    __slots__ = ("at", "clock", "collective", "compute", "ends", "held", "receives", "sends", "starts")
 
     def __init__(self) -> None:
         self.compute: dict[Kind, dict[int, _Entry]] = {kind: {} for kind in (Kind.F, Kind.I, Kind.W, Kind.B)}
@@ -88,8 +88,6 @@ class _Rank:
         self.starts: list[float] = []
         self.ends: list[float] = []
         self.at = 0
-        self.part = 0
-        """How many parts of the composite at `at` are done."""
         self.clock = 0.0
         self.collective = 0.0
         """When the last collective is done."""
@@ -277,7 +275,7 @@ class _Simulation:
                         if posted[index] >= 0:
                             self.transfer(link, index, runnable)
                         continue
-                    if link.time:
+                    if link.time or parts_made:
                         leave = max(leave, free.get(link.pair, 0.0))
                         free[link.pair] = leave + link.time
                     start_event(leave)
@@ -353,31 +351,27 @@ class _Simulation:
         """
         self.missing = -1
         entries = [rank.compute[part.kind][part.stage] for part in parts]
+        ready = []
+        for part, entry in zip(parts, entries, strict=True):
+            ready.append(self.ready(part, entry, clock))
+            if self.missing >= 0:
+                return clock, []
         as_one = self.costs.overlap is not None or self.costs.fused is not None
-        begin = clock
-        if as_one:
-            for part, entry in zip(parts, entries, strict=True):
-                begin = self.ready(part, entry, begin)
-                if self.missing >= 0:
-                    return clock, []
         shift, stretch = self.pace(parts, entries) if as_one else (1.0, 1.0)
-        end = clock
-        for part, entry in list(zip(parts, entries, strict=True))[rank.part :]:
-            if not as_one:
-                begin = self.ready(part, entry, end)
-                if self.missing >= 0:
-                    return end, []
-            done = begin + entry[0] * stretch
+        begin = max(ready) if as_one else clock
+        made = []
+        for part, entry, inputs in zip(parts, entries, ready, strict=True):
+            begin = max(begin, inputs)
+            length = entry[0] * stretch
             rank.starts.append(begin)
-            rank.ends.append(done)
-            self.make(entry[2] + part.microbatch, done, runnable)
+            rank.ends.append(begin + length)
+            clock = max(clock, begin + length)
+            made.append(entry[2] + part.microbatch)
+            self.make(made[-1], begin + length, runnable)
             if entry[3] >= 0:
-                self.slots[entry[3] + part.microbatch] = done
-            begin += entry[0] * stretch * shift
-            end = max(end, done)
-            rank.part += 1
-        rank.part = 0
-        return end, [entry[2] + part.microbatch for part, entry in zip(parts, entries, strict=True)]
+                self.slots[entry[3] + part.microbatch] = begin + length
+            begin += length * shift
+        return clock, made
 
     def ready(self, part: Action, entry: _Entry, start: float) -> float:
         """When a part of a composite may start; `missing` is set where it may not yet."""

@@ -86,27 +86,41 @@ class Causes:
         """The events that need the value of this one."""
         return self._users.get(event, [])
 
+    def chain(self, event: int) -> Iterator[int]:
+        """What `event` waited for, what that waited for, and so on."""
+        seen = {event}
+        cause = self.of(event)
+        while cause is not None and cause not in seen:
+            yield cause
+            seen.add(cause)
+            cause = self.of(cause)
+
     def back(self, event: int, until: float) -> Iterator[Cause]:
         """The chain of what `event` waited for, as stretches of time that run back from its start to `until`."""
         time = self.starts[event]
-        while time > until:
-            cause = self.of(event)
-            if cause is None:
-                yield Cause(event, until, time, "overhead")
+        going = None
+        for cause in self.chain(event):
+            if time <= until:
                 return
-            if self.ends[cause] < time:
+            if self.ends[cause] < time and going is None:
                 crossed = not self.communicates and self.rank(cause) != self.rank(event)
                 start = max(until, self.ends[cause])
                 yield Cause(cause if crossed else event, start, time, "communication" if crossed else "overhead")
                 time = start
-            going = cause
             action = self.actions[cause]
             if action is not None and action.kind in RECEIVES:
                 # what matters of a receive is the time since its message was sent
-                cause = self.of(cause) or cause
-            if time > until and self.starts[cause] < time:
-                yield Cause(going, max(until, self.starts[cause]), time, self.what(going))
-            event, time = cause, min(time, self.starts[cause])
+                going = cause
+                continue
+            start = max(until, self.starts[cause])
+            if start < time:
+                yield Cause(cause if going is None else going, start, time, self.what(cause))
+                time = start
+            event, going = cause, None
+        if time > until:
+            yield Cause(
+                event if going is None else going, until, time, "overhead" if going is None else "communication"
+            )
 
     def rank(self, event: int) -> int:
         """The rank that ran an event."""
@@ -127,34 +141,56 @@ class Causes:
         if action is not None and action.kind in RECEIVES:
             yield from ((send, self.ends[send]) for send in self.inputs(event))
             return
-        cell = self._cells[event]
-        before = self._before[event]
-        while before >= 0 and self.ends[before] > start and self._cells[before] == cell:
-            before = self._before[before]
-        if before >= 0 and self.ends[before] <= start:
-            yield before, self.ends[before]
+        for other in self._row(event):
+            yield other, self.ends[other] if self.ends[other] <= start else start
         for other in self.inputs(event):
             yield other, self.ends[other] + self._travel(other, event)
-        if cell in self._composites:
-            # parts that run as one wait for the inputs of all
-            for part in self._composites[cell]:
-                for other in self.inputs(part):
-                    there = self.ends[other] + self._travel(other, part)
-                    if there <= start:
-                        yield other, there
         queued = self._queue.get(event, -1)
         if queued >= 0 and self.ends[queued] <= start:
             yield queued, self.ends[queued]
-        # a receive that blocks holds up what follows it in the row, and one that is posted late its send
-        at = event - 1
-        while at > before and at >= 0 and (held := self.actions[at]) is not None and held.kind in COMMUNICATION:
-            if held.kind in RECEIVES and self.ends[at] == start:
-                yield at, start
-            at -= 1
+        # from here on, what some timelines show: where it does not hold, one of the above was there at the start too
         if action is not None and action.kind in SENDS:
-            for receive in self.outputs(event):
-                if self.starts[receive] <= start and self._before[receive] >= 0:
-                    yield self._before[receive], self.starts[receive]
+            # a message that travels once its receive is posted
+            receive = self._made.get(self._receive(action), -1)
+            if receive >= 0 and self.starts[receive] <= start:
+                for other in (*self._row(receive), *self._held(receive)):
+                    yield other, self.ends[other]
+        for part in self._composites.get(self._cells[event], ()):
+            # parts that run as one wait for the inputs of all
+            for other in self.inputs(part):
+                there = self.ends[other] + self._travel(other, part)
+                if there <= start:
+                    yield other, there
+        for other in self._held(event):
+            yield other, self.ends[other]
+
+    def _row(self, event: int) -> Iterator[int]:
+        """What its rank computed last before an event; of parts that overlap, those that had begun."""
+        start, cell = self.starts[event], self._cells[event]
+        before = self._before[event]
+        while before >= 0 and self._cells[before] == cell and self.ends[before] > start:
+            if self.starts[before] < start:
+                yield before
+            before = self._before[before]
+        if before >= 0 and self._cells[before] != cell:
+            before = max(self._composites.get(self._cells[before], (before,)), key=self.ends.__getitem__)
+        if before >= 0 and self.ends[before] <= start:
+            yield before
+
+    def _held(self, event: int) -> Iterator[int]:
+        """The receives that may have kept its rank from an event: those before its cell that end when it starts."""
+        first = self._composites.get(self._cells[event], (event,))[0]
+        for at in range(first - 1, self.offsets[self.rank(event)] - 1, -1):
+            action = self.actions[at]
+            if action is None or action.computes:
+                break
+            if action.kind in RECEIVES and self.ends[at] == self.starts[event]:
+                yield at
+
+    def _receive(self, send: Action) -> int:
+        """The receive of a send."""
+        kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
+        return self._key(far_stage(send), kind, send.microbatch, send.stage if send.far >= 0 else -1)
 
     def _over(self, source: int, target: int, forward: bool, microbatch: int) -> int:
         """What the receiving end of an edge needs: the receive where the rows have one, else what is computed."""

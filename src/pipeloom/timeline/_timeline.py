@@ -201,22 +201,22 @@ class Timeline:
         last = self._last()
         started = self.events[last].start
         ran = Cause(last, max(started, idle.start), idle.end, self.causes.what(last))
-        return [ran, *self.causes.back(last, idle.start)]
+        chain = list(self.causes.back(last, idle.start))
+        return [ran, *chain] if ran.start < ran.end else chain
 
     @cached_property
     def critical_path(self) -> list[int]:
         """The events that make the makespan what it is, first to last: each waited for the one before it."""
-        path = []
-        event: int | None = self._last() if self.offsets[-1] else None
-        while event is not None:
-            path.append(event)
-            event = self.causes.of(event)
-        return path[::-1]
+        if not self.offsets[-1]:
+            return []
+        last = self._last()
+        return [last, *self.causes.chain(last)][::-1]
 
     def _last(self) -> int:
-        rank = max(range(self.schedule.ranks), key=lambda rank: max(self.ends[rank], default=-float("inf")))
-        ends = self.ends[rank]
-        return self.offsets[rank] + max(range(len(ends)), key=ends.__getitem__)
+        """The event that ends last; of equals, one that is no message."""
+        ends = [time for row in self.ends for time in row]
+        late = [event for event, end in enumerate(ends) if end == self.end]
+        return next((event for event in late if self.causes.what(event) != "communication"), late[0])
 
     @cached_property
     def peak_activations(self) -> list[int]:
