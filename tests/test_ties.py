@@ -101,3 +101,24 @@ def misfits() -> None:
 
 def test_ties_that_do_not_fit_are_refused_everywhere() -> None:
     launch(misfits, 2)
+
+
+def idle() -> None:
+    """The last rank holds no stage, and so knows of no ties."""
+    schedule = pl.Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n\n")
+    modules = build(2)
+    ties = (("0:weight", "1:weight"),)
+    pipe = pl.Pipeline(
+        [pl.Stage(modules[stage], stage, ties=ties) for stage in schedule.stages_of(dist.get_rank())],
+        schedule,
+        loss_fn=cross_entropy,
+    )
+    x, y = text(4, seed=0)
+    pipe.step(*([x] if pipe.first else []), target=y if pipe.last else None)
+    assert pipe.clip_grad_norm_(1.0) > 0
+    assert pipe.loss() > 0
+    pipe.close()
+
+
+def test_a_rank_without_stages_takes_part() -> None:
+    launch(idle, 3)

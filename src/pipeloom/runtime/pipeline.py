@@ -90,8 +90,7 @@ class Pipeline:
         self.steps = 0
         """How many steps are done; it keys random numbers where there is a `seed`."""
         self._ties = Ties(self._modules, self._group, self._device)
-        for names in sorted({names for stage in stages for names in stage.ties}):
-            self._ties.add(names)
+        self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
         self._run: Run | None = None
         self._loss: Tensor | None = None
         self._failed_with_gradients = False

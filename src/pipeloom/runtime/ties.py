@@ -36,6 +36,17 @@ class Ties:
         self.names: list[tuple[str, ...]] = []
         """The names that were tied, one tuple a weight."""
 
+    def add_all(self, ties: Sequence[Sequence[str]]) -> None:
+        """Add the ties that this rank's stages name; every rank calls this, also one that holds no stage."""
+        count = torch.tensor([len(ties)], device=self._device)
+        if self._group:
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
+        lengths = torch.tensor([len(names) for names in ties] or [0] * int(count), device=self._device)
+        if self._group and len(lengths):
+            dist.all_reduce(lengths, dist.ReduceOp.MAX, group=self._group)
+        for index, length in enumerate(lengths.tolist()):
+            self.add(ties[index] if ties else [f"name {each}" for each in range(length)])
+
     def add(self, names: Sequence[str]) -> None:
         """Tie the parameters of these names: all copies take on the value of the first, and stay equal from then on.
 
