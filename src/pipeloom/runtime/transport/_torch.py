@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import deque
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -40,7 +42,7 @@ class TorchTransport:
         self._headers = LocalTransport(group, torch.device("cpu"), watch)
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sent = _OnGpu() if device.type == "cuda" else _OnCpu()
         self._posted: dict[int, Posted] = {}
         self._groups: dict[tuple[int, int] | None, dist.ProcessGroup] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -64,8 +66,6 @@ class TorchTransport:
     def send(self, rank: int, value: Tree) -> None:
         header, tensors = pack(value)
         self._headers.send(rank, header)
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
         for tensor in tensors:
             if tensor.numel():
                 self._isend(rank, flat(tensor.to(self._device, copy=True)))
@@ -77,11 +77,11 @@ class TorchTransport:
         return posted.post()
 
     def flush(self) -> None:
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self._sent.flush()
         self._headers.flush()
 
     def close(self) -> None:
+        self._sent.close()
         self._headers.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
@@ -91,7 +91,7 @@ class TorchTransport:
         group = self._groups[(self._rank, rank) if self._stream else None]
         work = dist.isend(data, self._ranks[rank], group)
         assert work is not None
-        self._sent.append((work, data))
+        self._sent.add(work, data)
 
     def _irecv(self, rank: int, spec: Spec) -> torch.Tensor:
         # On a stream without compute the transfer does not wait for what is queued before it.
@@ -117,6 +117,57 @@ class TorchTransport:
             tensor = self._irecv(rank, spec)
             tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
         return layout.build(tensors)
+
+
+class _OnGpu:
+    """Sends of a GPU that may not be over, each with what it sends."""
+
+    def __init__(self) -> None:
+        self._works: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def add(self, work: dist.Work, data: torch.Tensor) -> None:
+        while self._works and self._works[0][0].is_completed():
+            self._works.popleft()
+        self._works.append((work, data))
+
+    def flush(self) -> None:
+        while self._works:
+            self._works.popleft()[0].wait()
+
+    def close(self) -> None:
+        self._works.clear()
+
+
+class _OnCpu:
+    """The same with gloo, whose sends are over only for those who wait: here, a thread."""
+
+    def __init__(self) -> None:
+        self._works: queue.Queue[tuple[dist.Work, torch.Tensor] | None] = queue.Queue()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: dist.Work, data: torch.Tensor) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="pipeloom-gloo", daemon=True)
+            self._thread.start()
+        self._works.put((work, data))
+
+    def flush(self) -> None:
+        self._works.join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._works.put(None)
+
+    def _wait(self) -> None:
+        while (entry := self._works.get()) is not None:
+            try:
+                entry[0].wait()
+            except Exception as error:
+                self._error = error
+            del entry
+            self._works.task_done()
 
 
 def _private(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
