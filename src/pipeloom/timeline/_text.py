@@ -66,8 +66,14 @@ class _Reader:
         costs = self.costs(values.get("costs"))
         texts, starts, ends = self.ranks(values.get("ranks"))
         self.finish()
+        if len(placement) != wiring.total:
+            self.wrong("placement", f"expected {wiring.total} ranks, one a stage, got {len(placement)}")
+        self.finish()
         schedule = self.schedule(texts, placement, wiring, microbatches, str(label))
-        timeline = Timeline(schedule, starts, ends, costs, bool(measured))
+        try:
+            costs.table(wiring)
+        except ReportError as error:
+            raise TimelineError(self.name, error.problems) from None
         for rank, row in enumerate(schedule.rows):
             expected = sum(len(cell.parts) or 1 for cell in row)
             if len(starts[rank]) not in (expected, expected + 1):
@@ -75,7 +81,7 @@ class _Reader:
                     f"ranks[{rank}].starts", f"expected {expected} times, one an action, got {len(starts[rank])}"
                 )
         self.finish()
-        return timeline
+        return Timeline(schedule, starts, ends, costs, bool(measured))
 
     def members(self, value: object, place: str, keys: tuple[str, ...]) -> dict[str, object]:
         if not isinstance(value, dict):
@@ -149,7 +155,7 @@ class _Reader:
             place = f"ranks[{rank}]"
             found = self.members(each, place, _RANK)
             text = found.get("actions")
-            if not isinstance(text, str) or "\n" in text:
+            if not isinstance(text, str) or "\n" in text or "#" in text:
                 self.wrong(f"{place}.actions", "expected the text of a row")
                 text = ""
             texts.append(text)
@@ -165,7 +171,7 @@ class _Reader:
         self, texts: list[str], placement: list[int], wiring: Wiring, microbatches: int, label: str
     ) -> Schedule:
         try:
-            rows = Schedule.from_csv("\n".join(texts).encode(), wiring, self.name).rows
+            rows = Schedule.from_csv("".join(text + "\n" for text in texts).encode(), wiring, self.name).rows
             return Schedule(rows, dict(enumerate(placement)), wiring, microbatches, label).checked()
         except ReportError as error:
             raise TimelineError(self.name, error.problems) from None
