@@ -12,6 +12,8 @@ from pipeloom.dependencies import Dependencies
 from pipeloom.errors import ScheduleError
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
+from pipeloom.simulator._pace import pace
+from pipeloom.simulator._ranks import Entry, Link, Rank, wire
 from pipeloom.timeline import Timeline
 
 Receives = Literal["eager", "posted", "blocking"]
@@ -61,40 +63,6 @@ def _has_bandwidth(costs: Costs) -> bool:
     return costs.bandwidth != math.inf or back != math.inf
 
 
-_Entry = tuple[float, tuple[tuple[int, float], ...], int, int]
-"""A compute action of a stage: its time; for each value that it needs the number of the value for microbatch 0 and how
-long it travels; the numbers of the values that it makes (the second is -1, or that of the weights' gradient for B)."""
-
-
-class _Link:
-    """One edge between two ranks in one direction. `number` is that of its message for microbatch 0."""
-
-    __slots__ = ("latency", "number", "pair", "receiver", "sender", "time", "value")
-
-    def __init__(self, number: int, value: int, sender: int, receiver: int, latency: float, time: float) -> None:
-        self.number, self.value, self.latency, self.time = number, value, latency, time
-        self.sender, self.receiver, self.pair = sender, receiver, (sender, receiver)
-
-
-class _Rank:
-    """What a rank can do, by stage, and how far it is."""
-
-    __slots__ = ("at", "clock", "collective", "compute", "ends", "held", "receives", "sends", "starts")
-
-    def __init__(self) -> None:
-        self.compute: dict[Kind, dict[int, _Entry]] = {kind: {} for kind in (Kind.F, Kind.I, Kind.W, Kind.B)}
-        self.sends: dict[Kind, dict[tuple[int, int], _Link]] = {Kind.SEND_F: {}, Kind.SEND_B: {}}
-        self.receives: dict[Kind, dict[tuple[int, int], _Link]] = {Kind.RECV_F: {}, Kind.RECV_B: {}}
-        self.starts: list[float] = []
-        self.ends: list[float] = []
-        self.at = 0
-        self.clock = 0.0
-        self.collective = 0.0
-        """When the last collective is done."""
-        self.held = -1
-        """The message that a blocking receive waits for."""
-
-
 class _Unrunnable(Exception):  # noqa: N818 - never leaves this file
     """The rows ask for what cannot be."""
 
@@ -107,15 +75,12 @@ class _Simulation:
             self.refuse("not every stage runs every microbatch")
         self.table = costs.table(schedule.wiring)
         self.values = Dependencies(schedule.wiring, schedule.microbatches)
-        self.links: list[_Link] = []
-        self.ranks = [_Rank() for _ in schedule.rows]
-        self.communicates = schedule.communicates
         try:
-            for stage in range(schedule.stages):
-                self.connect(stage)
-        except (KeyError, IndexError):
+            self.ranks = wire(schedule, self.values, self.table, costs)
+        except LookupError:
             self.refuse("a stage is on no rank")
-        messages = len(self.links) * self.values.width
+        links = [link for rank in self.ranks for kind in rank.receives.values() for link in kind.values()]
+        messages = len(links) * self.values.width
         self.slots = [_UNSET] * (self.values.size + messages)
         """When each value is there; behind the values, when each message is."""
         self.waiting: dict[int, list[int]] = {}
@@ -131,51 +96,10 @@ class _Simulation:
         self.missing = -1
         """The value that the rank waits for which was run last."""
 
-    def connect(self, stage: int) -> None:
-        """Enter what `stage` computes, and its edges, with its rank."""
-        values, table, placement = self.values, self.table, self.schedule.placement
-        output, gradient, weight = values.output[stage], values.gradient[stage], values.weight[stage]
-        rank = placement[stage]
-        compute = self.ranks[rank].compute
-        inputs = tuple(
-            self.need(source, stage, values.output[source], placement[source], True) for source in values.sources[stage]
-        )
-        gradients = tuple(
-            self.need(stage, target, values.gradient[target], placement[target], False)
-            for target in values.targets[stage]
-        )
-        compute[Kind.F][stage] = (table["F"][stage], inputs, output, -1)
-        compute[Kind.I][stage] = (table["I"][stage], ((output, 0.0), *gradients), gradient, -1)
-        compute[Kind.B][stage] = (table["B"][stage], ((output, 0.0), *gradients), gradient, weight)
-        compute[Kind.W][stage] = (table["W"][stage], ((gradient, 0.0),), weight, -1)
-
-    def need(self, source: int, target: int, value: int, maker: int, forward: bool) -> tuple[int, float]:
-        """What the receiving end of an edge from stage `source` to stage `target` waits for, and for how long."""
-        user = self.schedule.placement[target if forward else source]
-        if maker == user:
-            return value, 0.0
-        latency = self.table["communication" if forward else "communication_back"][source]
-        if not self.communicates:
-            return value, latency
-        costs = self.costs
-        back = costs.bandwidth if costs.bandwidth_back is None else costs.bandwidth_back
-        size = self.table["output_size" if forward else "gradient_size"][source]
-        time = size / (costs.bandwidth if forward else back)
-        sender, receiver = (source, target) if forward else (target, source)
-        send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
-        # messages are numbered like the values of their stages, each edge with a width of its own behind them
-        number = self.values.size + len(self.links) * self.values.width - self.values.first[source]
-        link = _Link(number, value, maker, user, latency, time)
-        self.links.append(link)
-        skips = target != source + 1
-        self.ranks[maker].sends[send][sender, receiver if skips else -1] = link
-        self.ranks[user].receives[receive][receiver, sender if skips else -1] = link
-        return number, 0.0
-
     def run(self) -> None:
         try:
             self.run_rows()
-        except (_Unrunnable, KeyError, IndexError):
+        except (_Unrunnable, LookupError):
             self.refuse("an action stands where it cannot be run")
         for number, rank in enumerate(self.ranks):
             if rank.at < len(self.schedule.rows[number]) or rank.held >= 0:
@@ -343,7 +267,7 @@ class _Simulation:
         return max(clock, self.gathered.get(stage, 0.0))
 
     def composite(
-        self, rank: _Rank, parts: tuple[Action, ...], clock: float, runnable: list[int]
+        self, rank: Rank, parts: tuple[Action, ...], clock: float, runnable: list[int]
     ) -> tuple[float, list[int]]:
         """Run the parts of a composite: when the rank is free then, and which values they made.
 
@@ -357,7 +281,7 @@ class _Simulation:
             if self.missing >= 0:
                 return clock, []
         as_one = self.costs.overlap is not None or self.costs.fused is not None
-        shift, stretch = self.pace(parts, entries) if as_one else (1.0, 1.0)
+        shift, stretch = pace(parts, [entry[0] for entry in entries], self.costs) if as_one else (1.0, 1.0)
         begin = max(ready) if as_one else clock
         made = []
         for part, entry, inputs in zip(parts, entries, ready, strict=True):
@@ -373,7 +297,7 @@ class _Simulation:
             begin += length * shift
         return clock, made
 
-    def ready(self, part: Action, entry: _Entry, start: float) -> float:
+    def ready(self, part: Action, entry: Entry, start: float) -> float:
         """When a part of a composite may start; `missing` is set where it may not yet."""
         if not 0 <= part.microbatch < self.schedule.microbatches:
             raise _Unrunnable
@@ -388,28 +312,6 @@ class _Simulation:
             start = max(start, time + delay)
         return start
 
-    def pace(self, parts: tuple[Action, ...], entries: list[_Entry]) -> tuple[float, float]:
-        """How parts that run as one share their time: the share of a part that is done before the next begins, and by
-        how much all are stretched."""
-        times = [entry[0] for entry in entries]
-        fused = self.costs.fused
-        if fused is not None and not isinstance(fused, float):
-            fused = fused.get(";".join(f"{part.stage}{part.kind}" for part in parts))
-        if fused is None:
-            return 1.0 - (self.costs.overlap or 0.0), 1.0
-        in_turn, at_once = sum(times), max(times)
-        if fused >= in_turn:
-            return 1.0, fused / in_turn if in_turn else 1.0
-        if fused <= at_once:
-            return 0.0, fused / at_once
-        # the composite ends when that part does which ends last: the part before which the most must be done
-        shares, before = [], 0.0
-        for time in times:
-            if before:
-                shares.append((fused - time) / before)
-            before += time
-        return min(shares), 1.0
-
     def make(self, value: int, time: float, runnable: list[int]) -> None:
         """A value, or a message, is there."""
         if self.slots[value] != _UNSET:
@@ -418,7 +320,7 @@ class _Simulation:
             runnable += self.waiting.pop(value)
         self.slots[value] = time
 
-    def transfer(self, link: _Link, index: int, runnable: list[int]) -> None:
+    def transfer(self, link: Link, index: int, runnable: list[int]) -> None:
         """Move a message whose send and receive are both there."""
         sender, receiver = self.ranks[link.sender], self.ranks[link.receiver]
         send, receive = self.send_event[index], self.posted[index]
