@@ -66,6 +66,10 @@ class RankFailed(PipeloomError, RuntimeError):
         self.rank, self.status = rank, status
 
 
+class DrawingError(PipeloomError, ValueError):
+    """A timeline cannot be drawn, or not to this file."""
+
+
 class DataError(PipeloomError, ValueError):
     """A text cannot be trained on."""
 
@@ -86,7 +90,8 @@ class PeerFailed(PipeloomError, RuntimeError):  # noqa: N818 - it reports a fail
     """Another rank of the pipeline failed, so this one cannot go on.
 
     `rank` counts within the pipeline. `stage`, `microbatch` and `action` say what that rank was doing, and are None
-    where it is not known. `traceback` is that rank's own, as text, or empty.
+    where it is not known. `rows` are a few rows of its schedule around that, and `traceback` is that rank's own, as
+    text; either may be empty. `fields` holds all of them by name.
     """
 
     def __init__(
@@ -98,19 +103,29 @@ class PeerFailed(PipeloomError, RuntimeError):  # noqa: N818 - it reports a fail
         stage: int | None = None,
         microbatch: int | None = None,
         action: str | None = None,
+        rows: str = "",
         traceback: str = "",
     ) -> None:
         self.rank, self.cause, self.host = rank, cause, host
-        self.stage, self.microbatch, self.action, self.traceback = stage, microbatch, action, traceback
+        self.stage, self.microbatch, self.action = stage, microbatch, action
+        self.rows, self.traceback = rows, traceback
         where = [f"rank {rank}" + (f" on {host}" if host else "")]
         where += [
             f"{name} {value}" for name, value in (("stage", stage), ("microbatch", microbatch)) if value is not None
         ]
         where += [f"in {action}"] if action is not None else []
-        text = f"{', '.join(where)}: {cause}"
-        if traceback:
-            text += f"\n\nits traceback:\n{traceback.rstrip()}"
-        super().__init__(text)
+        parts = [f"{', '.join(where)}: {cause}", rows.rstrip()]
+        parts += [f"its traceback:\n{traceback.rstrip()}"] if traceback else []
+        super().__init__("\n\n".join(filter(None, parts)))
+
+    @property
+    def fields(self) -> dict[str, str | int | None]:
+        names = ("rank", "cause", "host", "stage", "microbatch", "action", "rows", "traceback")
+        return {name: getattr(self, name) for name in names}
+
+
+class DisagreementError(PipeloomError, RuntimeError):
+    """Ranks of one pipeline call for different things; the message says which ranks, and what each has."""
 
 
 def shown(text: str, most: int = 72) -> str:

@@ -15,9 +15,13 @@ import typer
 
 from pipeloom.cli._answer import BAD_USAGE, FAULT, UsageError
 from pipeloom.cli._check import check
+from pipeloom.cli._compare import compare
+from pipeloom.cli._draw import draw
+from pipeloom.cli._explain import explain
 from pipeloom.cli._list import list_schedules
 from pipeloom.cli._lower import lower
 from pipeloom.cli._show import show
+from pipeloom.cli._simulate import simulate
 from pipeloom.cli._train import train
 from pipeloom.errors import PipeloomError, SizeError
 
@@ -32,6 +36,10 @@ app.command("list")(list_schedules)
 app.command()(show)
 app.command()(check)
 app.command()(lower)
+app.command()(simulate)
+app.command()(draw)
+app.command()(compare)
+app.command()(explain)
 app.command()(train)
 
 

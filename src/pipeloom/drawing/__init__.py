@@ -1,5 +1,21 @@
 """Pictures of timelines."""
 
+from pipeloom.drawing._draw import draw
+from pipeloom.drawing._explain import explain, explanation
+from pipeloom.drawing._figures import Times, between, figures, number, title
 from pipeloom.drawing._table import table
+from pipeloom.drawing._terminal import blocks, plain
 
-__all__ = ["table"]
+__all__ = [
+    "Times",
+    "between",
+    "blocks",
+    "draw",
+    "explain",
+    "explanation",
+    "figures",
+    "number",
+    "plain",
+    "table",
+    "title",
+]

@@ -1,0 +1,77 @@
+"""The timelines that sub-commands work on: simulated from schedules, or read from files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeloom.cli._answer import UsageError
+from pipeloom.cli._source import read_schedule
+from pipeloom.costs import Costs
+from pipeloom.schedule import Schedule
+from pipeloom.simulator import Receives, simulate
+from pipeloom.timeline import Timeline
+
+_WHAT = "A schedule's name, a CSV file, - for the standard input, or a timeline in a .json file"
+
+TimelineSource = Annotated[str, typer.Argument(metavar="SCHEDULE", help=f"{_WHAT}.")]
+TimelineSources = Annotated[list[str], typer.Argument(metavar="SCHEDULE...", help=f"{_WHAT}; one or more.")]
+CostsFile = Annotated[
+    Path | None, typer.Option("--costs", metavar="FILE", help="What actions cost, in JSON; by default F = I = W = 1.")
+]
+HowReceived = Annotated[
+    Receives,
+    typer.Option(help="Whether a message waits for its receive, and the receiving rank for the message."),
+]
+
+
+def read_timelines(
+    sources: Sequence[str],
+    costs: Path | None,
+    receives: Receives,
+    *,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    copies: int = 1,
+    pieces: int = 1,
+    skips: list[str] | None = None,
+) -> list[Timeline]:
+    """The timelines that `sources` name or hold. The sizes go with the names among them, the wiring with CSV files.
+
+    Without costs, one schedule has F = I = W = 1 for a stage. Several are priced as if all trained one model: they have
+    F = I = W = 1, and an activation of 1, for a rank's share of it.
+
+    Raises:
+        ScheduleError, CostsError, TimelineError: a text is wrong.
+        UsageError, SizeError: the command was used wrongly.
+    """
+    if list(sources).count("-") > 1:
+        raise UsageError("- can be given once: there is one standard input")
+    priced = None if costs is None else Costs.from_json(costs)
+    found = []
+    for source in sources:
+        if source.lower().endswith(".json"):
+            found.append(Timeline.from_json(Path(source)))
+            continue
+        named = not source.lower().endswith(".csv") and source != "-"
+        schedule = read_schedule(
+            source,
+            ranks=ranks if named else None,
+            microbatches=microbatches if named else None,
+            stages_per_rank=stages_per_rank if named else None,
+            copies=1 if named else copies,
+            pieces=1 if named else pieces,
+            skips=None if named else skips,
+        )
+        assumed = priced or (_of_one_model(schedule) if len(sources) > 1 else None)
+        found.append(simulate(schedule.checked(), assumed, receives=receives))
+    return found
+
+
+def _of_one_model(schedule: Schedule) -> Costs:
+    share = schedule.ranks / (schedule.wiring.stages * schedule.wiring.pieces)
+    return Costs(F=share, I=share, W=share, activation=share)
