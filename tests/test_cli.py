@@ -175,6 +175,17 @@ def test_a_file_may_be_given_the_sizes_it_has(pipeloom: Run, good: str) -> None:
     assert pipeloom("check", good, "--ranks", "2", "--microbatches", "2").returncode == 0
 
 
+def test_choices_of_a_named_schedule(pipeloom: Run) -> None:
+    sizes = ("--ranks", "4", "--microbatches", "8")
+    assert pipeloom("check", "GIS", *sizes, "--group", "4").returncode == 0
+    assert pipeloom("check", "ControllableMemory", *sizes, "--memory", "3").returncode == 0
+    assert "32 microbatches" in pipeloom("check", "Seq1F1B", *sizes, "--pieces", "4").stdout
+    for option in ("--group", "--memory", "--pieces"):
+        refused = pipeloom("check", "GPipe", *sizes, option, "2")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "GPipe" in refused.stderr
+
+
 def test_wiring_of_a_file(pipeloom: Run) -> None:
     skip = "0F0,0B0\n1F0,1B0\n2F0,2B0\n"
     assert pipeloom("check", "-", "--skip", "0:2", stdin=skip).returncode == 0
@@ -212,6 +223,11 @@ def test_wiring_of_a_file(pipeloom: Run) -> None:
         (["check", "GOOD", "--ranks", "3"], "has 2"),
         (["check", "GOOD", "--microbatches", "3"], "has 2"),
         (["check", "GOOD", "--stages-per-rank", "1"], "--stages-per-rank"),
+        (["check", "GOOD", "--group", "1"], "--group"),
+        (["check", "GOOD", "--memory", "1"], "--memory"),
+        (["check", "1F1B", "--ranks", "2", "--microbatches", "2", "--memory", "lots"], "valid number"),
+        (["check", "ControllableMemory", "--ranks", "2", "--microbatches", "2", "--memory", "nan"], "memory"),
+        (["check", "ControllableMemory", "--ranks", "2", "--microbatches", "2", "--memory", "-1"], "memory"),
         (["check", "GOOD", "--copies", "3"], "not 3 equal copies"),
         (["check", "GOOD", "--pieces", "0"], "greater than or equal to 1"),
         (["check", "GOOD", "--skip", "0-1"], "as 0:3"),

@@ -6,7 +6,18 @@ import typer
 
 from pipeloom.checker import check as find_problems
 from pipeloom.cli._answer import FAULT, AsJson, answer, answer_json, problems_as_json, report, sizes
-from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
+from pipeloom.cli._source import (
+    Copies,
+    Group,
+    Memory,
+    Microbatches,
+    Pieces,
+    Ranks,
+    Skips,
+    Source,
+    StagesPerRank,
+    read_schedule,
+)
 from pipeloom.errors import ScheduleError
 from pipeloom.problem import Problem
 
@@ -16,6 +27,8 @@ def check(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
+    memory: Memory = None,
     copies: Copies = 1,
     pieces: Pieces = 1,
     skips: Skips = None,
@@ -29,6 +42,8 @@ def check(
             ranks=ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank,
+            group=group,
+            memory=memory,
             copies=copies,
             pieces=pieces,
             skips=skips,

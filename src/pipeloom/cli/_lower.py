@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults
-from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
+from pipeloom.cli._source import (
+    Copies,
+    Group,
+    Memory,
+    Microbatches,
+    Pieces,
+    Ranks,
+    Skips,
+    Source,
+    StagesPerRank,
+    read_schedule,
+)
 from pipeloom.errors import PipeloomError
 from pipeloom.passes import lower as lowered
 
@@ -18,6 +29,8 @@ def lower(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
+    memory: Memory = None,
     copies: Copies = 1,
     pieces: Pieces = 1,
     skips: Skips = None,
@@ -36,6 +49,8 @@ def lower(
             ranks=ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank,
+            group=group,
+            memory=memory,
             copies=copies,
             pieces=pieces,
             skips=skips,

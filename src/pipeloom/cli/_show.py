@@ -8,7 +8,18 @@ import sys
 
 from pipeloom.action import COMMUNICATION, SHARDING
 from pipeloom.cli._answer import AsJson, answer, answer_json, faults, sizes
-from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, Source, StagesPerRank, read_schedule
+from pipeloom.cli._source import (
+    Copies,
+    Group,
+    Memory,
+    Microbatches,
+    Pieces,
+    Ranks,
+    Skips,
+    Source,
+    StagesPerRank,
+    read_schedule,
+)
 from pipeloom.drawing import table
 from pipeloom.simulator import simulate
 
@@ -18,6 +29,8 @@ def show(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
+    memory: Memory = None,
     copies: Copies = 1,
     pieces: Pieces = 1,
     skips: Skips = None,
@@ -30,6 +43,8 @@ def show(
             ranks=ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank,
+            group=group,
+            memory=memory,
             copies=copies,
             pieces=pieces,
             skips=skips,

@@ -26,8 +26,22 @@ Microbatches = Annotated[int | None, typer.Option(min=1, help="How many microbat
 StagesPerRank = Annotated[
     int | None, typer.Option(min=1, help="How many stages a rank holds, where the named schedule leaves a choice.")
 ]
+Group = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="How many microbatches visit a stage at a time, where the named schedule leaves a choice."
+    ),
+]
+Memory = Annotated[
+    float | None,
+    typer.Option(
+        help="The most activations a rank may hold, in rank shares, where the named schedule leaves a choice."
+    ),
+]
 Copies = Annotated[int, typer.Option(min=1, help="How many copies of the model a file's stages are.")]
-Pieces = Annotated[int, typer.Option(min=1, help="Into how many pieces a file's microbatches are cut.")]
+Pieces = Annotated[
+    int, typer.Option(min=1, help="Into how many pieces the microbatches of a file, or of Seq1F1B, are cut.")
+]
 Skips = Annotated[
     list[str] | None,
     typer.Option(
@@ -45,6 +59,8 @@ def read_schedule(
     ranks: int | None = None,
     microbatches: int | None = None,
     stages_per_rank: int | None = None,
+    group: int | None = None,
+    memory: float | None = None,
     copies: int = 1,
     pieces: int = 1,
     skips: list[str] | None = None,
@@ -63,8 +79,8 @@ def read_schedule(
             raise UsageError(f"there is no file '{shown(source)}', and {error}") from None
         recipe = None
     if recipe is None:
-        if stages_per_rank is not None:
-            raise UsageError("--stages-per-rank goes with a name; a file says itself which stages a rank holds")
+        if (stages_per_rank, group, memory) != (None, None, None):
+            raise UsageError("--stages-per-rank, --group and --memory go with a name; a file is what it is")
         schedule = _rewired(_read(source), copies, pieces, skips or []) if wired else _read(source)
         for option, given, found in (
             ("--ranks", ranks, schedule.ranks),
@@ -73,8 +89,8 @@ def read_schedule(
             if given not in (None, found):
                 raise UsageError(f"{option} {given} was given, but {schedule.name} has {found}")
         return schedule
-    if wired:
-        raise UsageError(f"--copies, --pieces and --skip go with a file; {recipe.name} has a wiring of its own")
+    if copies > 1 or skips:
+        raise UsageError(f"--copies and --skip go with a file; {recipe.name} has a wiring of its own")
     if ranks is None or microbatches is None:
         raise UsageError(
             f"{recipe.name} needs its sizes: {recipe.name} --ranks {ranks or 4} --microbatches {microbatches or 8}"
@@ -84,7 +100,9 @@ def read_schedule(
         raise UsageError(
             f"{recipe.name} of these sizes has {forwards:,} forwards or more, at most {_MOST_FORWARDS:,} are made"
         )
-    return recipe.make(ranks, microbatches, stages_per_rank)
+    return recipe.make(
+        ranks, microbatches, stages_per_rank, group=group, memory=memory, pieces=pieces if pieces > 1 else None
+    )
 
 
 def _read(source: str) -> Schedule:
