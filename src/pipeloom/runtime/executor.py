@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind
-from pipeloom.runtime.backward import Gradients, Tape
 from pipeloom.runtime.microbatches import batch_size
 from pipeloom.runtime.overlap import Part
 from pipeloom.runtime.randomness import Randomness
+from pipeloom.runtime.split_backward import Gradients
+from pipeloom.runtime.tape import Tape
 from pipeloom.runtime.transport import Pending, Transport
 from pipeloom.runtime.tree import map_tensors, tensors
 from pipeloom.schedule import Schedule

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipeloom.action import Action, Kind
-from pipeloom.runtime.backward import Gradients, Tape
+from pipeloom.runtime.split_backward import Gradients
+from pipeloom.runtime.tape import Tape
 
 if TYPE_CHECKING:
     from pipeloom.runtime.executor import Run

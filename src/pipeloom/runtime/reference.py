@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.action import Kind
-from pipeloom.runtime.backward import without_autocast
 from pipeloom.runtime.executor import keywords_of
 from pipeloom.runtime.microbatches import Handling, Weight, batch_size, merge, split, split_keywords, weights
 from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.tape import without_autocast
 from pipeloom.runtime.tree import map_tensors
 from pipeloom.schedule import Schedule
 

@@ -12,15 +12,17 @@ from functools import lru_cache
 
 import torch
 
-from pipeloom.errors import MessageError, PeerFailed
+from pipeloom.errors import MessageError, PeerFailed, PipeloomError
 from pipeloom.runtime.transport._interface import Tree, Watch
 from pipeloom.runtime.transport._link import Link, Run
 from pipeloom.runtime.transport._posted import Posted
 from pipeloom.runtime.transport._rendezvous import Peer
-from pipeloom.runtime.transport._tree import LARGEST_HEADER, Layout, read
+from pipeloom.runtime.transport._tree import LARGEST_HEADER, Layout, Spec, read
 
+_CPU = torch.device("cpu")
 _BLOCK = 64
-"""A message is the length of its header in 4 bytes, the header, zeros up to a multiple of this, and the tensors."""
+"""A message is the number of its step and the length of its header, 4 bytes each, the header, zeros up to a multiple of
+this, and the tensors."""
 
 
 class Connection:
@@ -31,7 +33,11 @@ class Connection:
         self.posted = Posted(self._receive)
         self._rank, self._host = peer.rank, peer.host
         self._sender, self._device, self._watch = sender, device, watch
+        self._number, self._step = 0, bytes(4)
         self._left: deque[_Left] = deque()
+        self._first = self._got = b""
+        self._unread = 0
+        """How many bytes of the tensors of the current message are still to come."""
         self._broken = False
         self._poll = select.poll()
         self._poll.register(link.hangup, 0)
@@ -39,8 +45,13 @@ class Connection:
         if watch is not None:
             self._poll.register(watch.fileno(), select.POLLIN)
 
+    def begin(self) -> None:
+        self._number += 1
+        self._step = self._number.to_bytes(4, "little")
+        self.posted.forget()
+
     def send(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        head = _framed(header)
+        head = self._step + _framed(header)
         runs: list[Run] = [(head, len(head))]
         total = len(head)
         tensors = [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors]
@@ -57,7 +68,7 @@ class Connection:
         if self._broken:
             raise self._failure()
         if taken < total:
-            self._left.append(_Left(runs, taken, total - taken))
+            self._left.append(_Left(self._number, runs, taken, total - taken))
             self._sender.add(self)
 
     def drain(self) -> bool:
@@ -78,7 +89,7 @@ class Connection:
         self._left.clear()
 
     def flush(self) -> None:
-        while self._left:
+        while self._left and self._left[-1].number == self._number:
             self._sender.wait_for_drain(0.1)
             if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
                 raise self._failure()
@@ -86,39 +97,63 @@ class Connection:
             raise self._failure()
 
     def _receive(self) -> Tree:
-        first = self._get(_BLOCK)
+        """The next message of this step. A receive that ended in an error is taken up where it was."""
+        while True:
+            self._skip()
+            if not self._first:
+                self._first = self._get(_BLOCK)
+            number = int.from_bytes(self._first[:4], "little")
+            if number > self._number:  # it went on after this step had failed
+                raise self._failure()
+            layout = self._read_header(self._first[4:])
+            self._first = b""
+            self._unread = layout.nbytes
+            if number == self._number:
+                return layout.build([self._receive_tensor(spec) for spec in layout.specs])
+
+    def _read_header(self, first: bytes) -> Layout:
         layout = _of_one_block(first)
         if layout is None:
             length = int.from_bytes(first[:4], "little")
             if length > LARGEST_HEADER:
                 raise MessageError(f"rank {self._rank} announces a header of {length} bytes, over {LARGEST_HEADER}")
             layout = read((first + self._get(_padded(length) - _BLOCK))[4 : 4 + length])
-        tensors = []
-        for spec in layout.specs:
-            tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
-            self._fill(tensor.data_ptr(), spec.nbytes)
-            if self._device.type != "cpu":
-                tensor = tensor.to(self._device)
-            tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
-        return layout.build(tensors)
+        return layout
+
+    def _receive_tensor(self, spec: Spec) -> torch.Tensor:
+        tensor = spec.allocate(_CPU)
+        self._fill(tensor.data_ptr(), spec.nbytes)
+        if self._device.type != "cpu":
+            tensor = tensor.to(self._device)
+        return tensor.requires_grad_() if spec.requires_grad else tensor
 
     def _get(self, count: int) -> bytes:
-        data = self.link.give_bytes(count)
+        data = self._got + self.link.give_bytes(count - len(self._got))
         while len(data) < count:
+            self._got = data
             self._wait()
             data += self.link.give_bytes(count - len(data))
+        self._got = b""
         return data
 
     def _fill(self, address: int, count: int) -> None:
-        at = 0
-        while at < count:
+        while count:
             try:
-                given = self.link.give(address + at, count - at)
+                given = self.link.give(address, count)
             except OSError:
                 raise self._failure() from None
-            at += given
+            address += given
+            count -= given
+            self._unread -= given
             if not given:
                 self._wait()
+
+    def _skip(self) -> None:
+        """Read past the rest of a message that nobody wants any more."""
+        if self._unread:
+            unwanted = torch.empty(min(self._unread, 1 << 20), dtype=torch.uint8)
+            while self._unread:
+                self._fill(unwanted.data_ptr(), min(self._unread, unwanted.nbytes))
 
     def _wait(self) -> None:
         """Wait for something to arrive."""
@@ -134,18 +169,18 @@ class Connection:
         except OSError:
             raise self._failure() from None
 
-    def _failure(self) -> PeerFailed:
+    def _failure(self) -> PipeloomError:
         if self._watch is not None:
             return self._watch.failure(self._rank)
         return PeerFailed(self._rank, "its connection ended", host=self._host)
 
 
 def _padded(length: int) -> int:
-    return -(-(4 + length) // _BLOCK) * _BLOCK
+    return -(-(8 + length) // _BLOCK) * _BLOCK
 
 
 def _frame(header: bytes) -> bytes:
-    return (len(header).to_bytes(4, "little") + header).ljust(_padded(len(header)), b"\0")
+    return (len(header).to_bytes(4, "little") + header).ljust(_padded(len(header)) - 4, b"\0")
 
 
 _frame_remembered = lru_cache(maxsize=1024)(_frame)
@@ -157,17 +192,18 @@ def _framed(header: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _of_one_block(first: bytes) -> Layout | None:
-    """What a message's first block describes, or None if its header goes on."""
+    """What the header in a message's first block describes, or None if it goes on."""
     length = int.from_bytes(first[:4], "little")
-    return read(first[4 : 4 + length]) if length <= _BLOCK - 4 else None
+    return read(first[4 : 4 + length]) if length <= _BLOCK - 8 else None
 
 
 class _Left:
     """A copy of what a link did not take."""
 
-    __slots__ = ("_buffer", "address", "at", "nbytes")
+    __slots__ = ("_buffer", "address", "at", "nbytes", "number")
 
-    def __init__(self, runs: Sequence[Run], skip: int, nbytes: int) -> None:
+    def __init__(self, number: int, runs: Sequence[Run], skip: int, nbytes: int) -> None:
+        self.number = number
         self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.address, self.at, self.nbytes = self._buffer.data_ptr(), 0, nbytes
         to = self.address

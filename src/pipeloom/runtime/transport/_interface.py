@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
 
-from pipeloom.errors import PeerFailed
+from pipeloom.errors import PipeloomError
 
 Plain: TypeAlias = bool | int | float | complex | str | bytes | None
 Tree: TypeAlias = (
@@ -33,6 +33,13 @@ class Transport(Protocol):
     The k-th send to a rank meets the k-th receive from it. One thread uses a transport.
     """
 
+    def begin(self) -> None:
+        """A step begins, on every rank of the group. Whatever is left of an earlier one that failed is forgotten.
+
+        Raises:
+            PipelineError: no step can succeed after one that failed.
+        """
+
     def send(self, rank: int, value: Tree) -> None:
         """Send `value`, detached. Returns after a copy at most: its tensors may be dropped or overwritten then.
 
@@ -57,5 +64,8 @@ class Watch(Protocol):
     def fileno(self) -> int:
         """A descriptor that polls readable once a failure is known."""
 
-    def failure(self, rank: int) -> PeerFailed:
-        """What failed. `rank`'s connection ended if, a moment from now, nothing else is known."""
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have `call` called, on another thread, each time a failure becomes known."""
+
+    def failure(self, rank: int) -> PipeloomError:
+        """The error to raise: what failed or, if a moment from now nothing is known, that `rank`'s connection ended."""

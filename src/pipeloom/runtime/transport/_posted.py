@@ -20,6 +20,9 @@ class Posted:
         self._waiting.append(pending)
         return pending
 
+    def forget(self) -> None:
+        self._waiting.clear()
+
     def receive_until(self, pending: _Pending) -> None:
         while not pending.done:
             value = self._receive()

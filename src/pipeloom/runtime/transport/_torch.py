@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import MessageError
+from pipeloom.errors import MessageError, PipelineError
 from pipeloom.runtime.transport._interface import Pending, Tree, Watch
 from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._posted import Posted
@@ -23,8 +23,9 @@ class TorchTransport:
     """Headers go over our own transport, from processor to processor; tensors by `isend` and `irecv`.
 
     The header comes first, so a receive allocates what is right for this very message, and a rank that fails is noticed
-    while waiting for it. A message's tensors are received before those of the next one from the same rank, so nothing
-    depends on tags.
+    while waiting for it. A message's tensors are received before those of the next one from the same rank. With gloo
+    they are tagged with the step's number, so that none of a failed step is ever received; with NCCL, which knows no
+    tags, a failed step is the last.
 
     On GPUs each directed pair of ranks has a process group of its own, hence a communicator and a stream of its own: on
     a shared one, a send that waits for its receive would hold up others, and two ranks that send to each other first
@@ -39,6 +40,7 @@ class TorchTransport:
         watch: Watch | None = None,
         pairs: Collection[tuple[int, int]] | None = None,
     ) -> None:
+        self._number, self._aborted = 0, False
         self._headers = LocalTransport(group, torch.device("cpu"), watch)
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
@@ -55,6 +57,8 @@ class TorchTransport:
                 if self._rank in pair:
                     self._groups[pair] = _private(group, [self._ranks[rank] for rank in pair])
                     self._set_up(*pair)
+            if watch is not None:
+                watch.on_failure(self.abort)
 
     def _set_up(self, sender: int, receiver: int) -> None:
         spec = Spec(torch.uint8, (1,), (1,), False, 1)
@@ -62,6 +66,23 @@ class TorchTransport:
             self._isend(receiver, spec.allocate(self._device))
         else:
             self._irecv(sender, spec)
+
+    def begin(self) -> None:
+        if self._aborted:
+            raise PipelineError(
+                "a step failed, and NCCL's communicators cannot be used again after that; start the ranks again"
+            )
+        self._number += 1
+        self._headers.begin()
+        self._sent.forget()
+        for posted in self._posted.values():
+            posted.forget()
+
+    def abort(self) -> None:
+        """Have all waits for a GPU's communication end, for good."""
+        self._aborted = True
+        for group in self._groups.values():
+            group.abort()
 
     def send(self, rank: int, value: Tree) -> None:
         header, tensors = pack(value)
@@ -81,7 +102,7 @@ class TorchTransport:
         self._headers.flush()
 
     def close(self) -> None:
-        self._sent.close()
+        self._sent.forget()
         self._headers.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
@@ -89,7 +110,7 @@ class TorchTransport:
 
     def _isend(self, rank: int, data: torch.Tensor) -> None:
         group = self._groups[(self._rank, rank) if self._stream else None]
-        work = dist.isend(data, self._ranks[rank], group)
+        work = dist.isend(data, self._ranks[rank], group, tag=self._number)
         assert work is not None
         self._sent.add(work, data)
 
@@ -100,7 +121,7 @@ class TorchTransport:
             if not spec.nbytes:
                 return tensor
             group = self._groups[(rank, self._rank) if self._stream else None]
-            work = dist.irecv(flat(tensor), self._ranks[rank], group)
+            work = dist.irecv(flat(tensor), self._ranks[rank], group, tag=self._number)
         assert work is not None
         work.wait()
         if self._stream:
@@ -134,7 +155,7 @@ class _OnGpu:
         while self._works:
             self._works.popleft()[0].wait()
 
-    def close(self) -> None:
+    def forget(self) -> None:
         self._works.clear()
 
 
@@ -142,32 +163,36 @@ class _OnCpu:
     """The same with gloo, whose sends are over only for those who wait: here, a thread."""
 
     def __init__(self) -> None:
-        self._works: queue.Queue[tuple[dist.Work, torch.Tensor] | None] = queue.Queue()
+        self._works: queue.Queue[tuple[dist.Work, torch.Tensor] | None] | None = None
         self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
 
     def add(self, work: dist.Work, data: torch.Tensor) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, name="pipeloom-gloo", daemon=True)
-            self._thread.start()
+        if self._works is None:
+            self._works = queue.Queue()
+            threading.Thread(target=self._wait, args=[self._works], name="pipeloom-gloo", daemon=True).start()
         self._works.put((work, data))
 
     def flush(self) -> None:
-        self._works.join()
+        if self._works is not None:
+            self._works.join()
         if self._error is not None:
             raise self._error
 
-    def close(self) -> None:
-        self._works.put(None)
+    def forget(self) -> None:
+        """Leave sends that nobody will receive to their thread, which ends with them or with the group."""
+        if self._works is not None:
+            self._works.put(None)
+        self._works = self._error = None
 
-    def _wait(self) -> None:
-        while (entry := self._works.get()) is not None:
+    def _wait(self, works: queue.Queue[tuple[dist.Work, torch.Tensor] | None]) -> None:
+        while (entry := works.get()) is not None:
             try:
                 entry[0].wait()
             except Exception as error:
-                self._error = error
+                if works is self._works:
+                    self._error = error
             del entry
-            self._works.task_done()
+            works.task_done()
 
 
 def _private(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:

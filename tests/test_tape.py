@@ -1,4 +1,4 @@
-"""The split backward against plain autograd, equal to the bit."""
+"""Whole and split backwards against plain autograd, equal to the bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from models import WIDTH, Block
-from pipeloom.runtime.backward import Tape
+from pipeloom.runtime.tape import Tape
 
 
 class Tied(nn.Module):

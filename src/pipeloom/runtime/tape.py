@@ -1,0 +1,117 @@
+"""A tape: what the backward of one stage needs of its forward for one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from pipeloom.runtime.split_backward import Gradients, SplitBackward
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """A backward runs in the types that its forward chose, also where the caller's autocast reaches around both."""
+    stack = ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+class _Enter(torch.autograd.Function):
+    """Makes a leaf an inner tensor of the graph, so that a stage may change its input in place as a whole model may."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004 - autograd passes it
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return gradient
+
+
+class Tape:
+    """Keeps where a stage's inputs enter the graph and which tensors leave it, and runs the backward between them.
+
+    The whole backward (B) is `whole`; the split one is `inputs` (I), then `weights` (W).
+    """
+
+    __slots__ = ("_entries", "_notes", "_split", "leaves", "roots", "taken")
+
+    def __init__(self) -> None:
+        self.leaves: list[Tensor] = []
+        """The inputs that want a gradient."""
+        self.taken: list[int] = []
+        """How many of `leaves` there were after each stage that feeds this one."""
+        self.roots: list[Tensor] = []
+        """Where the backward starts: the outputs that want a gradient, or the weighted loss."""
+        self._entries: list[Node] = []
+        self._split: SplitBackward | None = None
+        self._notes: dict[str, Any] | None = None
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What a registered function leaves for the backward."""
+        if self._notes is None:
+            self._notes = {}
+        return self._notes
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """`tensor` as an input of the graph, which collects a gradient if the tensor asks for one."""
+        if not tensor.requires_grad:
+            return tensor
+        self.leaves.append(tensor)
+        inner: Tensor = _Enter.apply(tensor)  # type: ignore[no-untyped-call]
+        assert inner.grad_fn is not None
+        self._entries.append(inner.grad_fn)
+        return inner
+
+    def whole(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Run B: gradients reach the parameters and come back for the inputs, None for an input that got none.
+
+        `gradients` are those of `roots`, in order; None stands for a root that nobody used.
+        """
+        used = [(root, each) for root, each in zip(self.roots, gradients, strict=True) if each is not None]
+        if used:
+            with without_autocast():
+                torch.autograd.backward([root for root, _ in used], [each for _, each in used])
+        found = []
+        for leaf in self.leaves:
+            found.append(leaf.grad)
+            leaf.grad = None
+        self._forget()
+        return found
+
+    def inputs(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Run I: the gradients of the inputs alone; what W needs is kept. `gradients` are as for `whole`."""
+        pairs = zip(self.roots, gradients, strict=True)
+        split = SplitBackward([(_edge(root), each) for root, each in pairs if each is not None])
+        found: Gradients | None = [None] * len(self.leaves)
+        with without_autocast():
+            if self.leaves:
+                found = split.inputs(self._entries)
+            if found is None:
+                found, split = self.whole(gradients), SplitBackward([])
+        self._forget()
+        self._split = split
+        return found
+
+    def weights(self) -> None:
+        """Run W: the gradients that I left over reach the parameters."""
+        split, self._split = self._split, None
+        assert split is not None, "W runs after I"
+        with without_autocast():
+            split.weights()
+
+    def _forget(self) -> None:
+        self.leaves, self._entries, self.roots = [], [], []
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    if tensor.grad_fn is None:
+        return get_gradient_edge(tensor)
+    return GradientEdge(tensor.grad_fn, tensor.output_nr)
