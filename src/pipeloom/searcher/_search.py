@@ -1,0 +1,242 @@
+"""The search: schedules by name, list scheduling, and the solver where it is installed; always with a bound."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from pipeloom import placement as placements
+from pipeloom.costs import Costs
+from pipeloom.errors import SizeError
+from pipeloom.schedule import Schedule
+from pipeloom.searcher._bounds import lower_bound
+from pipeloom.searcher._exact import LARGEST, available, exact
+from pipeloom.searcher._greedy import TASTES, greedy
+from pipeloom.searcher._known import known
+from pipeloom.searcher._stretch import stretched
+from pipeloom.searcher._task import ROUNDING, Objective, Task
+from pipeloom.simulator import simulate
+from pipeloom.wiring import Wiring
+
+_MANY = 200_000
+"""From so many actions on, only a few list schedules are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best schedule that was found, and how good it is.
+
+    No schedule whatever for the same sizes, costs, memory and placement has a smaller `objective` than `bound`; where
+    `proven`, this one reaches it.
+    """
+
+    schedule: Schedule
+    objective: Objective
+    makespan: float
+    span: float
+    bound: float
+    proven: bool
+    how: str
+    """What found it: the name of a schedule, "greedy", "exact", or one of these with its middle repeated."""
+
+    @property
+    def gap(self) -> float:
+        """By which share of the bound the schedule may be above the best possible at most."""
+        value = self.makespan if self.objective == "makespan" else self.span
+        return value / self.bound - 1 if self.bound else 0.0
+
+
+def search(
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: str | Mapping[int, int] = "V",
+    stages_per_rank: int | None = None,
+    memory: float | str | None = None,
+    costs: Costs | None = None,
+    objective: Objective = "makespan",
+    splits: bool = True,
+    seconds: float = 60.0,
+    work: float | None = None,
+    progress: Callable[[Found], None] | None = None,
+) -> Found:
+    """The best schedule that can be found in the time, with a bound on how much better one could be.
+
+    It is never worse than any schedule by name on the same placement that fits into the memory. Interrupted with
+    Ctrl-C, it gives the best so far.
+
+    Args:
+        ranks: how many ranks.
+        microbatches: how many microbatches.
+        placement: linear, loop, V or wave; a map from stage to rank; or any: the best of the named ones.
+        stages_per_rank: how many stages each rank holds; by default 1 if linear, otherwise 2.
+        memory: the most activations that a rank may hold: in rank shares (1 is one microbatch of all its stages), as
+            "60%" of as many shares as there are ranks, or in the unit of `costs` as "16e9B", weights, gradients and
+            optimizer state included. By default without limit.
+        costs: how long and how big everything is.
+        objective: whether the makespan or the longest span of a rank is to be small.
+        splits: whether backwards are split into I and W.
+        seconds: how long to search.
+        work: how much to search instead, in the solver's units of about a second; the answer is then always the same.
+        progress: is told of each better schedule.
+
+    Raises:
+        SizeError: the sizes make no sense, or no schedule fits into the memory; the message has the least that works.
+    """
+    budget = _Budget(math.inf if work is not None else seconds)
+    tasks = [
+        _task(found, ranks, microbatches, memory, costs or Costs(), objective, splits)
+        for found in _placements(placement, ranks, stages_per_rank)
+    ]
+    bests = []
+    for count, task in enumerate(tasks):
+        best = _Best(task, progress)
+        bests.append(best)
+        try:
+            _improve(best, budget.part(len(tasks) - count), work)
+        except KeyboardInterrupt:
+            if best.schedule is None:
+                raise
+            break
+    bound = min(best.bound for best in bests)
+    found = min((best.found() for best in bests), key=lambda each: getattr(each, objective))
+    value = found.makespan if objective == "makespan" else found.span
+    return replace(found, bound=min(bound, value), proven=value <= bound * (1 + ROUNDING))
+
+
+class _Budget:
+    """How much time is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self.until = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    def part(self, parts: int) -> _Budget:
+        return _Budget(self.left() / parts)
+
+
+class _Best:
+    """The best schedule for a task so far."""
+
+    def __init__(self, task: Task, progress: Callable[[Found], None] | None) -> None:
+        self.task, self.progress = task, progress
+        self.bound = lower_bound(task)
+        self.schedule: Schedule | None = None
+        self.value = math.inf
+
+    @property
+    def is_proven(self) -> bool:
+        return self.value <= self.bound * (1 + ROUNDING)
+
+    def offer(self, schedule: Schedule) -> None:
+        value = self.task.value(schedule)
+        if value < self.value * (1 - ROUNDING):
+            self.schedule, self.value = schedule, value
+            if self.progress:
+                self.progress(self.found())
+
+    def offer_all(self, schedules: Iterable[Schedule], budget: _Budget) -> None:
+        for schedule in schedules:
+            self.offer(schedule)
+            if self.is_proven or budget.left() <= 0:
+                return
+
+    def found(self) -> Found:
+        assert self.schedule is not None
+        timeline = simulate(self.schedule, self.task.costs)
+        return Found(
+            replace(self.schedule, name="found"),
+            self.task.objective,
+            timeline.makespan,
+            timeline.span,
+            self.bound,
+            self.is_proven,
+            self.schedule.name,
+        )
+
+
+def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
+    task = best.task
+    actions = (3 if task.splits else 2) * task.stages * task.microbatches
+    best.offer_all(known(task), budget)
+    if best.is_proven:
+        return
+    best.offer_all(greedy(task, TASTES if actions < _MANY else TASTES[:4]), budget)
+    if best.is_proven or best.schedule is None or not available():
+        return
+    if actions <= LARGEST:
+        answer = exact(task, best.schedule, best.bound, seconds=budget.left(), work=work)
+        best.bound = max(best.bound, answer.bound)
+        if answer.rows:
+            best.offer(task.schedule(answer.rows, "exact"))
+        return
+    few = replace(task, microbatches=max(1, LARGEST * task.microbatches // (2 * actions)))
+    if few.microbatches < 2 * task.ranks:
+        return
+    shorter = _Best(few, None)
+    _improve(shorter, budget, work)
+    if shorter.schedule is not None:
+        best.offer_all(stretched(shorter.schedule, task), budget)
+
+
+def _placements(placement: str | Mapping[int, int], ranks: int, stages_per_rank: int | None) -> list[Mapping[int, int]]:
+    if not isinstance(placement, str):
+        return [placement]
+    per_rank = stages_per_rank or (1 if placement == "linear" else 2)
+    known = {
+        "linear": placements.loop(ranks, per_rank),
+        "loop": placements.loop(ranks, per_rank),
+        "V": placements.wave(ranks, per_rank),
+        "wave": placements.wave(ranks, per_rank),
+    }
+    if placement == "any":
+        return [known["loop"], known["wave"]] if per_rank > 1 else [known["linear"]]
+    if placement not in known:
+        raise SizeError(f"search: placement must be {', '.join(known)} or any, got {placement!r}")
+    return [known[placement]]
+
+
+def _task(
+    placement: Mapping[int, int],
+    ranks: int,
+    microbatches: int,
+    memory: float | str | None,
+    costs: Costs,
+    objective: Objective,
+    splits: bool,
+) -> Task:
+    for what, count in {"ranks": ranks, "microbatches": microbatches}.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise SizeError(f"search: {what} must be a whole number, 1 or more, got {count!r}")
+    table = costs.table(Wiring(len(placement)))
+    shares, static = [0.0] * ranks, [0.0] * ranks
+    for stage, rank in placement.items():
+        shares[rank] += table["activation"][stage]
+        static[rank] += sum(table[what][stage] for what in ("weights", "gradients", "optimizer_state"))
+    if memory is None:
+        room = [microbatches * share for share in shares]
+    elif isinstance(memory, str) and not memory.endswith("%"):
+        room = [_number(memory, "B") - held for held in static]
+    else:
+        allowed = _number(memory, "%") / 100 * ranks if isinstance(memory, str) else memory
+        room = [allowed * share for share in shares]
+    if any(each < share * (1 - ROUNDING) for each, share in zip(room, shares, strict=True)):
+        least = max(held + share for held, share in zip(static, shares, strict=True))
+        raise SizeError(
+            f"search: no schedule fits into a memory of {memory}; the least that works is 1 rank share, "
+            f"which is {100 / ranks:g}% or {least:g}B"
+        )
+    return Task(placement, microbatches, costs, room, objective, splits)
+
+
+def _number(memory: str, unit: str) -> float:
+    try:
+        return float(memory.removesuffix(unit))
+    except ValueError:
+        raise SizeError(
+            f'search: memory must be a number of rank shares, or a text like "60%" or "16e9B", got {memory!r}'
+        ) from None

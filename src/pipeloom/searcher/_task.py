@@ -1,0 +1,132 @@
+"""What is searched for: which stages run on which ranks, how long everything takes, and how much a rank may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pipeloom.action import Action, Kind
+from pipeloom.costs import Costs
+from pipeloom.schedule import Schedule
+from pipeloom.simulator import simulate
+from pipeloom.wiring import Wiring
+
+Objective = Literal["makespan", "span"]
+
+ROUNDING = 1e-9
+"""What is shorter than this share of a time, or smaller than this share of a memory, is a rounding error."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A chain of stages to be scheduled for a number of microbatches.
+
+    `room[rank]` is the most memory for activations, in the unit of `costs.activation`. `objective` is "makespan" or
+    "span"; `splits` says whether the backward is split into I and W.
+    """
+
+    placement: Mapping[int, int]
+    microbatches: int
+    costs: Costs
+    room: Sequence[float]
+    objective: Objective = "makespan"
+    splits: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.room)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.placement)
+
+    @cached_property
+    def stages_of(self) -> list[list[int]]:
+        """The stages of each rank, in order."""
+        found: list[list[int]] = [[] for _ in self.room]
+        for stage, rank in sorted(self.placement.items()):
+            found[rank].append(stage)
+        return found
+
+    @property
+    def shares(self) -> float:
+        """How many microbatches of all its stages every rank has room for."""
+        activation = self.table["activation"]
+        sizes = [sum(activation[stage] for stage in stages) for stages in self.stages_of]
+        return min(
+            (room / size for room, size in zip(self.room, sizes, strict=True) if size), default=self.microbatches
+        )
+
+    @cached_property
+    def table(self) -> dict[str, list[float]]:
+        """Every cost as one number a stage."""
+        return self.costs.table(Wiring(self.stages))
+
+    @cached_property
+    def forward_latency(self) -> list[float]:
+        """How long the output of each stage travels to the next one."""
+        return self._latency("communication", "output_size", self.costs.bandwidth)
+
+    @cached_property
+    def backward_latency(self) -> list[float]:
+        """How long the gradient that the next stage sends travels to each stage."""
+        back = self.costs.bandwidth if self.costs.bandwidth_back is None else self.costs.bandwidth_back
+        return self._latency("communication_back", "gradient_size", back)
+
+    def _latency(self, latency: str, size: str, bandwidth: float) -> list[float]:
+        return [
+            0.0
+            if stage + 1 == self.stages or self.placement[stage] == self.placement[stage + 1]
+            else self.table[latency][stage] + self.table[size][stage] / bandwidth
+            for stage in range(self.stages)
+        ]
+
+    @property
+    def backward(self) -> list[float]:
+        """How long the backward that the stage before waits for takes, a stage."""
+        return self.table["I" if self.splits else "B"]
+
+    @property
+    def weights(self) -> list[float]:
+        """How long the backward for the weights takes on its own, a stage; 0 where the backward is whole."""
+        return self.table["W"] if self.splits else [0.0] * self.stages
+
+    def schedule(self, rows: Sequence[Sequence[Action]], name: str) -> Schedule:
+        """The schedule of `rows`."""
+        return Schedule(tuple(map(tuple, rows)), self.placement, Wiring(self.stages), self.microbatches, name)
+
+    def fits(self, schedule: Schedule) -> bool:
+        """Whether no rank of `schedule` holds more than it has room for."""
+        return all(
+            peak <= room * (1 + ROUNDING) + ROUNDING for peak, room in zip(self.peaks(schedule), self.room, strict=True)
+        )
+
+    def peaks(self, schedule: Schedule) -> list[float]:
+        """The most memory for activations that each rank holds. The parts of a composite are held together."""
+        activation, at_input = self.table["activation"], self.table["activation_at_I"]
+        found = []
+        for row in schedule.rows:
+            held = peak = 0.0
+            for cell in row:
+                for stage, kind, *_ in cell.computes:
+                    if kind is Kind.F:
+                        held += activation[stage]
+                peak = max(peak, held)
+                for stage, kind, *_ in cell.computes:
+                    if kind is Kind.I:
+                        held -= at_input[stage]
+                    elif kind is Kind.W:
+                        held -= activation[stage] - at_input[stage]
+                    elif kind is Kind.B:
+                        held -= activation[stage]
+            found.append(peak)
+        return found
+
+    def value(self, schedule: Schedule) -> float:
+        """The makespan or the span of `schedule`, whichever is to be small."""
+        timeline = simulate(schedule, self.costs)
+        return timeline.makespan if self.objective == "makespan" else timeline.span
