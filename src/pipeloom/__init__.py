@@ -14,11 +14,13 @@ from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.passes import forward_only, lower
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
+from pipeloom.searcher import Found, search
 from pipeloom.simulator import simulate
 from pipeloom.timeline import Timeline
 from pipeloom.wiring import Wiring
 
 if TYPE_CHECKING:
+    from pipeloom.checkpoints import load, save
     from pipeloom.runtime import Part, Pipeline, Stage, reference
     from pipeloom.splitter import fill, split
 
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "Costs",
+    "Found",
     "Kind",
     "Part",
     "Pipeline",
@@ -40,9 +43,12 @@ __all__ = [
     "check",
     "fill",
     "forward_only",
+    "load",
     "lower",
     "reference",
+    "save",
     "schedules",
+    "search",
     "simulate",
     "split",
 ]
@@ -53,6 +59,8 @@ _NEED_TORCH = {
     "Stage": "pipeloom.runtime",
     "reference": "pipeloom.runtime",
     "fill": "pipeloom.splitter",
+    "load": "pipeloom.checkpoints",
+    "save": "pipeloom.checkpoints",
     "split": "pipeloom.splitter",
 }
 

@@ -1,0 +1,174 @@
+"""Parameters and buffers under the names of the whole model, each weight once, however the stages are placed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from pipeloom.errors import CheckpointError
+from pipeloom.runtime import Pipeline
+
+Place = tuple[int, str]
+"""The number of a stage, and a key of its state dict."""
+
+
+def own_tensors(pipe: Pipeline) -> dict[Place, Tensor]:
+    """The parameters and persistent buffers of this rank's stages, in order.
+
+    Raises:
+        CheckpointError: something in a state dict is not such a tensor, or has no values.
+    """
+    found: dict[Place, Tensor] = {}
+    reasons = []
+    for stage, module in sorted(pipe.modules.items()):
+        held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        for key, value in module.state_dict(keep_vars=True).items():
+            if id(value) not in held:
+                kind = type(value).__qualname__
+                reasons.append(f"stage {stage}: '{key}' is a {kind} that is no parameter or buffer; make it a buffer")
+            elif value.is_meta or is_lazy(value):
+                reasons.append(f"stage {stage}: '{key}' has no values yet; fill it first")
+            elif isinstance(value, DTensor):
+                reasons.append(f"stage {stage}: '{key}' is sharded (DTensor), which cannot be saved or loaded yet")
+            else:
+                found[stage, key] = value
+    if reasons:
+        raise CheckpointError("", "", reasons)
+    return found
+
+
+def described(own: Mapping[Place, Tensor]) -> list[Any]:
+    """`own` as other ranks need to know it, in JSON: a row a place, and the number of its first row if it is shared."""
+    first: dict[int, int] = {}
+    return [
+        [*place, first.setdefault(id(tensor), row), list(tensor.shape), dtype_name(tensor.dtype)]
+        for row, (place, tensor) in enumerate(own.items())
+    ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What every rank knows of the whole model."""
+
+    saved_as: Mapping[Place, str]
+    """The one name under which a place is saved; all copies of a weight have the same."""
+    aliases: Mapping[str, Sequence[str]]
+    """All names of what is saved under a name, sorted."""
+    layout: Mapping[str, tuple[list[int], str]]
+    """Shape and dtype by the name under which a tensor is saved."""
+    writer: Mapping[str, int]
+    """The first rank that has it."""
+
+    def described(self) -> dict[str, Any]:
+        """All of it that does not depend on ranks, in JSON."""
+        return {
+            name: {"shape": shape, "dtype": dtype, "names": list(self.aliases[name])}
+            for name, (shape, dtype) in sorted(self.layout.items())
+        }
+
+
+def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Names:
+    """The names of the whole model, from what each rank has `described`, and the names that are tied.
+
+    A key of a state dict is its name in the whole model. Where two stages have the same key for different weights, as
+    stages made by hand may, all names are "stage.3.weight" for the key "weight" of stage 3.
+
+    Raises:
+        CheckpointError: replicas differ in shape or dtype.
+    """
+    layout: dict[Place, tuple[list[int], str]] = {}
+    holders: dict[Place, int] = {}
+    same = _Classes()
+    reasons = []
+    for rank, rows in enumerate(ranks):
+        for stage, key, first, shape, dtype in rows:
+            place = (stage, key)
+            known = layout.setdefault(place, (shape, dtype))
+            if known != (shape, dtype):
+                reasons.append(
+                    f"'{key}' of stage {stage} is {known[0]} {known[1]} on rank {holders[place]}, "
+                    f"but {shape} {dtype} on rank {rank}"
+                )
+            holders.setdefault(place, rank)
+            same.join(place, (rows[first][0], rows[first][1]))
+    by_key = defaultdict(list)
+    for stage, key in layout:
+        by_key[key].append((stage, key))
+    for tied in ties:
+        places = [place for name in tied for place in _places(name, by_key)]
+        for place in places[1:]:
+            same.join(places[0], place)
+    clash = any(same.of(place) != same.of(places[0]) for places in by_key.values() for place in places)
+    members: dict[Place, list[Place]] = defaultdict(list)
+    for place in layout:
+        members[same.of(place)].append(place)
+    saved_as: dict[Place, str] = {}
+    aliases, shapes, writer = {}, {}, {}
+    for places in members.values():
+        called = sorted({f"stage.{stage}.{key}" if clash else key for stage, key in places})
+        name = called[0]
+        aliases[name] = called
+        shapes[name] = layout[places[0]]
+        writer[name] = min(holders[place] for place in places)
+        saved_as |= dict.fromkeys(places, name)
+    if reasons:
+        raise CheckpointError("", "", reasons)
+    return Names(saved_as, aliases, shapes, writer)
+
+
+def misfits(here: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+    """Why a checkpoint whose model is described by `saved` cannot be loaded into the model described by `here`."""
+    ours = {alias: name for name, entry in here.items() for alias in entry["names"]}
+    theirs = {alias: name for name, entry in saved.items() for alias in entry["names"]}
+    yield from (f"'{name}' is in the model, but not in the checkpoint" for name in sorted(ours.keys() - theirs.keys()))
+    yield from (f"'{name}' is in the checkpoint, but not in the model" for name in sorted(theirs.keys() - ours.keys()))
+    both = sorted(ours.keys() & theirs.keys())
+    for entries, others, where, elsewhere in (
+        (here, theirs, "in the model", "in the checkpoint"),
+        (saved, ours, "in the checkpoint", "in the model"),
+    ):
+        for entry in entries.values():
+            shared = [name for name in entry["names"] if name in ours and name in theirs]
+            if len({others[name] for name in shared}) > 1:
+                quoted = " and ".join(f"'{name}'" for name in shared)
+                yield f"{quoted} are one weight {where}, and not {elsewhere}"
+    for name in both:
+        mine, other = here[ours[name]], saved[theirs[name]]
+        for what in ("shape", "dtype"):
+            if mine[what] != other[what]:
+                yield f"'{name}' has {what} {mine[what]} in the model, and {other[what]} in the checkpoint"
+
+
+class _Classes:
+    """Which places hold the same weight."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Place, Place] = {}
+
+    def of(self, place: Place) -> Place:
+        """The place that stands for all that are the same as this."""
+        while (parent := self._parent.setdefault(place, place)) != place:
+            place = parent
+        return place
+
+    def join(self, one: Place, other: Place) -> None:
+        self._parent[self.of(one)] = self.of(other)
+
+
+def _places(name: str, by_key: Mapping[str, list[Place]]) -> list[Place]:
+    """The places that a name of `Pipeline.tie` stands for."""
+    stage, colon, key = name.partition(":")
+    if colon and stage.isdecimal():
+        return [(int(stage), key)]
+    return by_key.get(name, [])

@@ -1,0 +1,99 @@
+"""Save: every rank writes what it is the first to have, and one small file is replaced when all have."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipeloom.checkpoints import _files, _model, _optimizer, _random
+from pipeloom.checkpoints._agreement import Agreement
+from pipeloom.checkpoints._plain import encode
+from pipeloom.runtime import Pipeline
+
+
+def save(
+    path: str | os.PathLike[str],
+    pipe: Pipeline,
+    optimizer: Optimizer | None = None,
+    *,
+    values: Mapping[str, object] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a model in training to the directory `path`, in place of what was saved there before; every rank calls it.
+
+    Parameters and buffers are saved under the names of the whole model, optimizer state by the names of parameters, a
+    tied weight once, together with the number of steps done and torch's random states. Until all is written, and after
+    a kill at any moment, `path` holds what was saved before.
+
+    Args:
+        path: a directory that every rank reaches under this path; it is made where there is none.
+        pipe: the pipeline.
+        optimizer: this rank's optimizer; None on a rank without parameters, or on all for the model alone.
+        values: plain values that `load` is to return, such as the state of a scheduler; the same on every rank. None,
+            bool, int, float, str, list, tuple, dict and tensors are plain.
+        group: who saves together, where others than the ranks of `pipe` hold parts of the model: with data-parallel
+            replicas, the ranks of all of them.
+
+    Raises:
+        CheckpointError: on every rank, if any cannot save its part; what was saved before is as it was.
+    """
+    group = group or pipe.group
+    agreement = Agreement(path, "saved", group)
+    root = Path(path).absolute()
+    own: dict[_model.Place, Tensor] = {}
+    mine: list[Any] = []
+    with agreement.attempt():
+        own = _model.own_tensors(pipe)
+        mine = [_model.described(own), _optimizer.described(optimizer, own), encode(dict(values or {}), "values")]
+    random = _random.states(own.values())
+    shared = agreement.share([*mine, pipe.ties, pipe.steps, sorted(random), f"save-{secrets.token_hex(16)}"])
+    models, optimizers, kept, ties, steps, generators, directories = zip(*shared, strict=True)
+    directory: str = directories[0]
+    with agreement.attempt():
+        names = _model.names(models, [tie for each in ties for tie in each])
+        whole, holders = _optimizer.merged(optimizers, names)
+        if differing := [rank for rank, each in enumerate(kept) if each != kept[0]]:
+            raise ValueError(f"values differ between rank 0 and ranks {differing}; give the same on every rank")
+    agreement.share()
+    parts = {
+        _files.MODEL: ({names.saved_as[place]: tensor for place, tensor in own.items()}, dict(names.writer)),
+        _files.TRAINING: (
+            {_random.saved_as(agreement.rank, kind): state for kind, state in random.items()},
+            {_random.saved_as(rank, kind): rank for rank, kinds in enumerate(generators) for kind in kinds},
+        ),
+    }
+    if whole:
+        tensors, writers = parts[_files.TRAINING]
+        tensors |= _optimizer.own_state(optimizer, own, names)
+        for name, state in whole["parameters"].items():
+            writers.update((_optimizer.saved_as(name, key), holders[name]) for key in state["tensors"])
+    content = {
+        "model": names.described(),
+        "optimizer": whole,
+        "steps": steps[0],
+        "random": generators,
+        "values": kept[0],
+    }
+    with ExitStack() as saving:
+        with agreement.attempt():
+            if agreement.rank == 0:
+                saving.enter_context(_files.saving(root, directory))
+        agreement.share()
+        written: dict[str, Any] = {}
+        with agreement.attempt():
+            for folder, (tensors, writers) in parts.items():
+                written |= _files.write(root / directory, folder, tensors, writers, agreement.rank)
+        for each in agreement.share(written):
+            written |= each
+        with agreement.attempt():
+            if agreement.rank == 0:
+                _files.commit(root, directory, {**content, "files": written})
+        agreement.share()
