@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind
-from pipeloom.runtime.microbatches import batch_size
+from pipeloom.runtime.batch import Batch
 from pipeloom.runtime.overlap import Part
 from pipeloom.runtime.randomness import Randomness
+from pipeloom.runtime.replicas import Replicas
 from pipeloom.runtime.split_backward import Gradients
 from pipeloom.runtime.tape import Tape
 from pipeloom.runtime.transport import Pending, Transport
@@ -29,16 +30,6 @@ from pipeloom.schedule import Schedule
 Call = Callable[["Run"], None]
 Edge = tuple[int, int, int]
 """From stage, to stage, microbatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What a step works on, one entry a microbatch; empty where this rank has no use for it."""
-
-    arguments: Sequence[tuple[Any, ...]] = ()
-    keywords: Sequence[Mapping[str, Any]] = ()
-    targets: Sequence[Any] = ()
-    weights: Sequence[Any] = ()
 
 
 @dataclass(slots=True)
@@ -51,6 +42,7 @@ class Program:
     loss_fn: Callable[..., Any] | None
     registered: Mapping[Kind, Callable[..., None]]
     randomness: Randomness | None
+    replicas: Replicas
     calls: list[tuple[Call, Action]] = field(init=False)
     accepts: dict[int, frozenset[str] | None] = field(init=False)
     """The keyword arguments that each stage's forward takes; None for any."""
@@ -59,10 +51,16 @@ class Program:
         self.accepts = {stage: keywords_of(module) for stage, module in self.modules.items()}
         row = self.schedule.rows[self.rank]
         self.calls = []
+        coming: set[int] = set()
         at = 0
         while at < len(row):
             cell = row[at]
             at += 1
+            for stage in dict.fromkeys(action.stage for action in cell.computes if action.stage in coming):
+                coming.remove(stage)
+                self.calls.append((partial(_call, function=partial(self.replicas.gathered, stage)), cell))
+            if cell.kind is Kind.UNSHARD and self.replicas.sharded(cell.stage):
+                coming.add(cell.stage)
             if cell.kind in self.registered or cell.parts:
                 sends: list[tuple[int, Call]] = []
                 while at < len(row) and (maker := _maker(row[at], cell)) is not None:
@@ -80,7 +78,12 @@ class Program:
             if cell.kind in SENDS:
                 return partial(Run.send, edge=edge, peer=self.schedule.placement[edge[1]])
             return partial(Run.receive, edge=edge, peer=self.schedule.placement[edge[0]])
-        return _nothing
+        if cell.kind is Kind.REDUCE_GRAD:
+            return partial(Run.reduce, stage=cell.stage)
+        if not self.replicas.sharded(cell.stage):
+            return _nothing
+        gathers = cell.kind is Kind.UNSHARD
+        return partial(_call, function=partial(self.replicas.gather if gathers else self.replicas.drop, cell.stage))
 
     def _edge(self, cell: Action) -> Edge:
         """The edge that a send or receive serves: its far end is named, or the neighbour on the chain."""
@@ -91,7 +94,11 @@ class Program:
 
 
 def _nothing(_: Run) -> None:
-    """UNSHARD, RESHARD and REDUCE_GRAD of a module that is neither sharded nor replicated."""
+    """UNSHARD and RESHARD of a module that is not sharded."""
+
+
+def _call(_: Run, function: Callable[[], None]) -> None:
+    function()
 
 
 def _maker(send: Action, cell: Action) -> int | None:
@@ -134,6 +141,7 @@ class Run:
         *,
         train: bool,
         keep: bool,
+        reduce: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.program = program
@@ -141,10 +149,12 @@ class Run:
         self.train = train
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        self.sizes: dict[int, int | None] = {}
-        """How many samples came out of each microbatch, where neither targets nor inputs on this rank tell."""
         self.microbatch: int | None = None
+        """The microbatch whose forward is running."""
+        self.action: Action | None = None
+        """The cell that is running."""
         self._keep = keep
+        self._reduce = reduce
         self._scaler = scaler
         self._step = step
         self._randomness = program.randomness if train else None
@@ -154,22 +164,27 @@ class Run:
         self._values: dict[Edge, Any] = {}
         """What came or goes along an edge: a value, or a `Pending` one."""
         self._tapes: dict[tuple[int, int], Tape] = {}
+        self._added: list[Tensor] = []
 
     def walk(self) -> None:
         """Run every action of the row, in order.
 
         Whatever an action raises goes on to the caller, with a note that says which action it was.
         """
-        action = None
         try:
-            for call, action in self.program.calls:  # noqa: B007 - named in the note
+            for call, action in self.program.calls:
+                self.action = action
                 call(self)
             if self._transport is not None:
                 self._transport.flush()
         except BaseException as error:
-            if action is not None:
-                error.add_note(f"in {action} on rank {self.program.rank} of {self.program.schedule.name}")
+            error.add_note(f"in {self.action} on rank {self.program.rank} of {self.program.schedule.name}")
             raise
+
+    def reduce(self, stage: int) -> None:
+        """Average the gradients of a stage over its replicas, unless this step leaves it to a later one."""
+        if self._reduce:
+            self.program.replicas.reduce(stage)
 
     def send(self, edge: Edge, peer: int) -> None:
         assert self._transport is not None
@@ -185,13 +200,13 @@ class Run:
 
     def forward(self, stage: int, microbatch: int) -> None:
         tape, arguments, keywords = self.begin_forward(stage, microbatch)
-        self.microbatch = microbatch
         output = self.program.modules[stage](*arguments, **keywords)
         self.end_forward(stage, microbatch, tape, output)
 
     def begin_forward(self, stage: int, microbatch: int) -> tuple[Tape, tuple[Any, ...], Mapping[str, Any]]:
         """What the stage's module is to be called with, and the tape that its inputs are on."""
         tape = Tape()
+        self.microbatch = microbatch
         if self._randomness:
             self._randomness.forward(self._step, microbatch)
         if self._wiring.first(stage):
@@ -215,6 +230,16 @@ class Run:
         given = self.batch.keywords[microbatch]
         return given if accepted is None else {name: given[name] for name in given if name in accepted}
 
+    def add_loss(self, value: Tensor) -> None:
+        """Let the backward of the running forward begin at `value` too."""
+        if self.train and value.requires_grad:
+            assert self.microbatch is not None
+            self._added.append(self._weighted(value, self.microbatch))
+
+    def _weighted(self, loss: Tensor, microbatch: int) -> Tensor:
+        weighted: Tensor = loss * self.batch.share(microbatch)
+        return weighted if self._scaler is None else self._scaler.scale(weighted)
+
     def end_forward(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None:
         """Take the stage's output: on to the next stages or, at the end of the chain, into the loss."""
         self.microbatch = None
@@ -228,6 +253,8 @@ class Run:
                 skipping = [tensor for tensor in tensors(skip) if tensor.requires_grad]
                 tape.roots = skipping + [tensor for tensor in tensors(chain) if tensor.requires_grad]
         if self.train:
+            tape.roots += self._added
+            tape.added, self._added = len(self._added), []
             self._tapes[stage, microbatch] = tape
 
     def _outward(self, stage: int, output: Any) -> tuple[Any, Any]:
@@ -253,10 +280,7 @@ class Run:
                 raise TypeError(f"loss_fn returned {kind}; it returns a loss of one element, or (loss, anything)")
             self.losses[microbatch] = loss.detach()
             if self.train and loss.requires_grad:
-                weighted = loss * self.batch.weights[microbatch]
-                tape.roots = [weighted if self._scaler is None else self._scaler.scale(weighted)]
-        if not self.batch.targets and not self.batch.arguments:
-            self.sizes[microbatch] = batch_size(output)
+                tape.roots = [self._weighted(loss, microbatch)]
         if self._keep:
             self.outputs[microbatch] = map_tensors(Tensor.detach, output, f"the output of stage {stage}")
 
@@ -264,11 +288,13 @@ class Run:
         """The gradients of the stage's outputs: one for each root of its tape."""
         if self._randomness:
             self._randomness.backward(self._step, microbatch)
+        tape = self._tapes[stage, microbatch]
         if self._wiring.last(stage):
-            return [torch.ones_like(root) for root in self._tapes[stage, microbatch].roots]
+            return [torch.ones_like(root) for root in tape.roots]
         chain, *skips = [self._take((target, stage, microbatch)) for target in self._wiring.targets(stage)]
         # Added up as the engine would: it runs the latest stage first, and the chain last.
-        return [*_add_up(reversed(skips)), *chain]
+        ones = [torch.ones_like(root) for root in tape.roots[len(tape.roots) - tape.added :]]
+        return [*_add_up(reversed(skips)), *chain, *ones]
 
     def end_backward(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         """Hand the gradients of the stage's inputs to the stages they came from."""

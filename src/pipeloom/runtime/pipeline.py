@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,25 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from pipeloom import schedules
-from pipeloom.action import BACKWARD, Kind
+from pipeloom.action import BACKWARD, Action, Kind
 from pipeloom.errors import BatchError, PipelineError
-from pipeloom.passes import forward_only, lower
+from pipeloom.passes import forward_only
 from pipeloom.runtime import norms
-from pipeloom.runtime.executor import Batch, Program, Run
-from pipeloom.runtime.microbatches import (
-    Handling,
-    Weight,
-    batch_size,
-    merge,
-    split,
-    split_keywords,
-    weights,
-)
+from pipeloom.runtime.batch import Batch, Ends, Given
+from pipeloom.runtime.executor import Program, Run
+from pipeloom.runtime.fitting import digest, lowered, modules_of, refuse_misfits
+from pipeloom.runtime.microbatches import Handling, Weight, merge
 from pipeloom.runtime.randomness import Randomness
+from pipeloom.runtime.replicas import Replicas
 from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.team import Team
 from pipeloom.runtime.ties import Ties
-from pipeloom.runtime.transport import connect
+from pipeloom.runtime.transport import Plain
 from pipeloom.schedule import Schedule
 
 
@@ -52,7 +48,9 @@ class Pipeline:
             and of the microbatch and the layer, so that they are the same for every schedule and number of ranks; see
             `pipeloom.runtime.randomness`. By default they are drawn as they come.
         kwargs: "split" or "replicate" for keyword arguments whose handling does not follow from their shape.
-        transport: "auto", "local" or "torch".
+        transport: "local", our own between processors; "torch", that of torch.distributed; or "auto", which chooses by
+            the device of the stages.
+        deadline: seconds of silence after which a rank counts as failed.
 
     Raises:
         ScheduleError: the schedule is wrong; with every problem.
@@ -71,26 +69,35 @@ class Pipeline:
         seed: int | None = None,
         kwargs: Mapping[str, Handling] | None = None,
         transport: Literal["auto", "local", "torch"] = "auto",
+        deadline: float = 30.0,
     ) -> None:
-        stages = list(stages)
-        self._modules = _modules(stages)
+        given = list(stages)
+        device = _device(modules_of(given).values())
         self._group = group or dist.group.WORLD if dist.is_initialized() else None
         """The ranks of this pipeline; None where there is no other."""
         self.rank, ranks = (self._group.rank(), self._group.size()) if self._group else (0, 1)
-        self.schedule = _lowered(schedule, ranks, microbatches, len(self._modules))
-        _refuse_misfits(self.schedule, self.rank, ranks, self._modules)
+        self._replicas = Replicas(given, self._group, device)
+        stages = self._replicas.stages
+        self._modules = modules_of(stages)
+        self.schedule = lowered(schedule, ranks, microbatches, len(stages), self._replicas)
+        refuse_misfits(self.schedule, self.rank, ranks, self._modules)
+        self._replicas.refuse_misfits(self.schedule)
         self._loss_fn = loss_fn
         self._weight: Weight = weight
         self._handling = dict(kwargs or {})
         self._registered: dict[Kind, Callable[..., None]] = {}
         self._programs: dict[int | None, Program] = {}
-        self._device = _device(self._modules.values())
-        self._transport = connect(self._group, transport, device=self._device) if self._group and ranks > 1 else None
+        self._device = device
+        chain = self.schedule.wiring.stages
+        self._ends = Ends(self.rank, self.schedule.placement[0], self.schedule.placement[chain - 1])
+        self._digest = digest(self.schedule)
+        self._team = Team(self._group, self._ends, transport, self._device, deadline)
         self._randomness = Randomness(seed, stages) if seed is not None else None
         self.steps = 0
         """How many steps are done; it keys random numbers where there is a `seed`."""
         self._ties = Ties(self._modules, self._group, self._device)
         self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
+        self._replicas.later = self._ties.copies()
         self._run: Run | None = None
         self._loss: Tensor | None = None
         self._failed_with_gradients = False
@@ -98,12 +105,12 @@ class Pipeline:
     @property
     def first(self) -> bool:
         """Whether this rank holds a first stage, and so passes the inputs."""
-        return any(map(self.schedule.wiring.first, self._modules))
+        return self._ends.first
 
     @property
     def last(self) -> bool:
         """Whether this rank holds a last stage, and so has targets, losses and outputs."""
-        return any(map(self.schedule.wiring.last, self._modules))
+        return self._ends.last
 
     @property
     def modules(self) -> Mapping[int, nn.Module]:
@@ -144,6 +151,8 @@ class Pipeline:
         target: Any = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        reduce: bool = True,
+        batch_id: Plain = None,
         scaler: torch.amp.GradScaler | None = None,
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
@@ -157,6 +166,9 @@ class Pipeline:
             target: what the loss is taken against, a whole batch; on the last stage's rank only.
             losses: a list that is emptied and filled with each microbatch's own loss, detached, in microbatch order.
             return_outputs: whether outputs are kept and returned.
+            batch_id: what this batch is called, a number or a text; where both ends say it, it must be the same.
+            reduce: whether gradients are averaged over replicas, where there are any; if not, they wait for the next
+                step that does it.
             scaler: what scales the loss where gradients are of low precision. Ranks must skip the same optimizer
                 steps, so with several ranks it is a `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
             arg_mbs: ready inputs instead of `args`: one entry a microbatch, a tuple of arguments or a single one.
@@ -170,7 +182,20 @@ class Pipeline:
         Raises:
             PipelineError: gradients are off, there is no loss, or gradients of a failed step are still held.
             BatchError: the batch does not fit the schedule.
+            PeerFailed: another rank failed; it says which, where and why. Afterwards gradients that were None are None
+                again, and the next step may succeed.
+            DisagreementError: ranks call different things, or hold different batches.
         """
+        given = Given(
+            args=args, kwargs=kwargs, target=target, arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs
+        )
+        count = self.schedule.microbatches
+        with self._together("step", count, given, batch_id, partial(self._refuse_step, scaler)) as batch:
+            output = self._train(batch, losses, scaler, keep=return_outputs, reduce=reduce)
+        self.steps += 1
+        return output
+
+    def _refuse_step(self, scaler: torch.amp.GradScaler | None) -> None:
         if not torch.is_grad_enabled():
             raise PipelineError(
                 "step needs gradients, and they are off here (torch.no_grad); call eval for the loss alone"
@@ -187,7 +212,16 @@ class Pipeline:
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with this pipeline's process group"
             )
         self._refuse_leftovers()
-        batch = self._batch(self.schedule.microbatches, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+
+    def _train(
+        self,
+        batch: Batch,
+        losses: list[Tensor] | None,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        keep: bool,
+        reduce: bool,
+    ) -> Any:
         parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
         empty = [parameter for parameter in parameters if parameter.grad is None]
         if scaler is not None:
@@ -195,16 +229,38 @@ class Pipeline:
         self._ties.begin()
         try:
             with self._randomness.during() if self._randomness else nullcontext():
-                output = self._walk(None, batch, losses, train=True, keep=return_outputs, scaler=scaler)
-            self._ties.finish()
+                output = self._walk(None, batch, losses, train=True, keep=keep, reduce=reduce, scaler=scaler)
+            if self._ties:
+                self._team.gather()
+                self._ties.finish()
         except BaseException:
             self._ties.abort()
             for parameter in empty:
                 parameter.grad = None
             self._failed_with_gradients = len(empty) < len(parameters)
             raise
-        self.steps += 1
         return output
+
+    @contextmanager
+    def _together(
+        self, call: str, microbatches: int, given: Given, batch_id: Plain, refuse: Callable[[], None]
+    ) -> Iterator[Batch]:
+        self._run = None
+        agreed: dict[str, Plain] = {
+            "schedule": self._digest,
+            "call": call,
+            "microbatches": microbatches,
+            "batch_id": batch_id,
+        }
+        with self._team.together(agreed, given, microbatches, self._weight, refuse, self._where) as batch:
+            batch.cut_keywords(given, self._handling)
+            self._refuse_unknown_keywords(batch.keywords)
+            yield batch
+
+    def _where(self) -> tuple[Schedule, Action] | None:
+        if self._run is None or self._run.action is None:
+            return None
+        return self._run.program.schedule, self._run.action
 
     def tie(self, *names: str) -> None:
         """Make the parameters of these names one weight, whichever stages and ranks hold them; every rank calls it.
@@ -220,6 +276,7 @@ class Pipeline:
             PipelineError: a name is nowhere or in several stages, or shapes differ.
         """
         self._ties.add(names)
+        self._replicas.later = self._ties.copies()
 
     def eval(
         self,
@@ -228,6 +285,7 @@ class Pipeline:
         losses: list[Tensor] | None = None,
         microbatches: int | None = None,
         return_outputs: bool = True,
+        batch_id: Plain = None,
         arg_mbs: Sequence[Any] | None = None,
         kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
@@ -241,10 +299,26 @@ class Pipeline:
         """
         ready = next((mbs for mbs in (arg_mbs, kwarg_mbs, target_mbs) if mbs is not None), None)
         count = microbatches or (len(ready) if ready is not None else self.schedule.microbatches)
-        batch = self._batch(count, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        given = Given(
+            args=args, kwargs=kwargs, target=target, arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs
+        )
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            self._together("eval", count, given, batch_id, lambda: None) as batch,
+        ):
             return self._walk(count, batch, losses, train=False, keep=return_outputs)
+
+    def add_loss(self, value: Tensor) -> None:
+        """Add a loss from inside a stage's forward, such as one that balances experts.
+
+        It is weighted as the microbatch's own loss is, and its gradient flows into everything that `value` was made
+        of, on this stage and those before it. `losses` and `loss()` do not contain it.
+        """
+        if self._run is None or self._run.microbatch is None:
+            raise PipelineError("pipe.add_loss is for the inside of a stage's forward")
+        self._run.add_loss(value)
 
     def loss(self) -> Tensor:
         """The weighted loss of the last `step` or `eval`, on every rank; every rank calls it."""
@@ -253,6 +327,7 @@ class Pipeline:
         source = self.schedule.placement[self.schedule.wiring.stages - 1]
         value = self._loss if self._loss is not None else torch.zeros(())
         value = value.to(device=self._device, dtype=torch.float32)
+        self._team.gather()
         if self._group:
             dist.broadcast(value, group=self._group, group_src=source)
         return value
@@ -263,60 +338,14 @@ class Pipeline:
         Returns:
             The norm before, over all stages: that of the parameters' own norms in the order of the model.
         """
+        self._team.gather()
         return norms.clip_grad_norm_(
             self._modules, self.schedule.stages, max_norm, self._group, uncounted=self._ties.uncounted()
         )
 
     def close(self) -> None:
-        """Let go of the transport; every rank calls it."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def _batch(
-        self,
-        microbatches: int,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        arg_mbs: Sequence[Any] | None,
-        kwarg_mbs: Sequence[Mapping[str, Any]] | None,
-        target_mbs: Sequence[Any] | None,
-    ) -> Batch:
-        for name, ready, whole in (
-            ("arg_mbs", arg_mbs, bool(args)),
-            ("kwarg_mbs", kwarg_mbs, bool(kwargs)),
-            ("target_mbs", target_mbs, target is not None),
-        ):
-            if ready is not None and whole:
-                raise BatchError(f"{name} is given beside a whole batch; give one of the two")
-            if ready is not None and len(ready) != microbatches:
-                raise BatchError(f"{name} has {len(ready)} entries, and there are {microbatches} microbatches")
-        if self.first and not args and arg_mbs is None and not kwargs and kwarg_mbs is None:
-            raise BatchError("this rank holds the first stage, and was given no inputs")
-        if not self.first and (args or arg_mbs is not None):
-            raise BatchError(
-                f"inputs go to the rank of the first stage, {self.schedule.placement[0]}; this is rank {self.rank}"
-            )
-        if not self.last and (target is not None or target_mbs is not None):
-            last = self.schedule.placement[self.schedule.wiring.stages - 1]
-            raise BatchError(f"targets go to the rank of the last stage, {last}; this is rank {self.rank}")
-        size = batch_size(args) if args else batch_size(target)
-        arguments: Sequence[Any] = ()
-        if arg_mbs is not None:
-            arguments = [entry if isinstance(entry, tuple) else (entry,) for entry in arg_mbs]
-        elif self.first:
-            arguments = split(args, microbatches, "inputs")
-        keywords = kwarg_mbs if kwarg_mbs is not None else split_keywords(kwargs, microbatches, self._handling, size)
-        self._refuse_unknown_keywords(keywords)
-        targets: Sequence[Any] = ()
-        if target_mbs is not None:
-            targets = target_mbs
-        elif target is not None:
-            targets = split(target, microbatches, "target")
-        counted = targets or arguments
-        sizes = [batch_size(entry) or 1 for entry in counted] if counted else None
-        shares = weights(self._weight, microbatches, sizes, targets) if self.last else []
-        return Batch(arguments, keywords if kwargs or kwarg_mbs else (), targets, shares)
+        """Let go of the connections to the other ranks; every rank calls it."""
+        self._team.close()
 
     def _refuse_unknown_keywords(self, keywords: Sequence[Mapping[str, Any]]) -> None:
         accepts = self._program(None).accepts.values()
@@ -334,7 +363,7 @@ class Pipeline:
         if microbatches not in self._programs:
             schedule = self.schedule if microbatches is None else forward_only(self.schedule, microbatches).checked()
             self._programs[microbatches] = Program(
-                schedule, self.rank, self._modules, self._loss_fn, self._registered, self._randomness
+                schedule, self.rank, self._modules, self._loss_fn, self._registered, self._randomness, self._replicas
             )
         return self._programs[microbatches]
 
@@ -346,22 +375,26 @@ class Pipeline:
         *,
         train: bool,
         keep: bool,
+        reduce: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
         program = self._program(microbatches)
-        run = self._run = Run(program, self._transport, batch, self.steps, train=train, keep=keep, scaler=scaler)
+        run = self._run = Run(
+            program, self._team.transport, batch, self.steps, train=train, keep=keep, reduce=reduce, scaler=scaler
+        )
         self._loss = None
-        run.walk()
+        self._replicas.begin()
+        try:
+            run.walk()
+            self._team.settle()
+        except BaseException:
+            self._replicas.abort()
+            raise
         order = range(program.schedule.microbatches)
-        if len(set(run.sizes.values())) > 1 and self._weight == "samples" and train:
-            raise BatchError(
-                f"microbatches have {[run.sizes[index] for index in order]} samples, and without targets the rank of "
-                'the last stage cannot weight them in time; pass target, or choose weight="equal" or "sum"'
-            )
         if losses is not None:
             losses[:] = [run.losses[index] for index in order if index in run.losses]
         if run.losses:
-            self._loss = torch.stack([run.losses[index] * batch.weights[index] for index in order]).sum()
+            self._loss = torch.stack([run.losses[index] * batch.share(index) for index in order]).sum()
         return merge([run.outputs[index] for index in order]) if run.outputs else None
 
     def _refuse_leftovers(self) -> None:
@@ -374,62 +407,6 @@ class Pipeline:
                 "clear them first: optimizer.zero_grad()"
             )
         self._failed_with_gradients = False
-
-
-def _modules(stages: Iterable[Stage]) -> dict[int, nn.Module]:
-    modules: dict[int, nn.Module] = {}
-    for stage in stages:
-        if stage.index in modules:
-            raise PipelineError(
-                f"stage {stage.index} is given twice; each stage is one module with a number of its own"
-            )
-        modules[stage.index] = stage.module
-    return dict(sorted(modules.items()))
-
-
-def _lowered(schedule: Schedule | str, ranks: int, microbatches: int | None, stages: int) -> Schedule:
-    if isinstance(schedule, str):
-        if microbatches is None:
-            raise PipelineError(f'a schedule by name needs its size: Pipeline(..., "{schedule}", microbatches=...)')
-        recipe = schedules.find(schedule)
-        fixed = recipe.least_stages_per_rank == recipe.most_stages_per_rank
-        schedule = recipe.make(ranks, microbatches, None if fixed else stages)
-    elif microbatches not in (None, schedule.microbatches):
-        raise PipelineError(
-            f"microbatches={microbatches}, but {schedule.name} has {schedule.microbatches}; leave it out"
-        )
-    schedule.checked()
-    return schedule if schedule.communicates or ranks == 1 else lower(schedule).checked()
-
-
-def _refuse_misfits(schedule: Schedule, rank: int, ranks: int, modules: Mapping[int, nn.Module]) -> None:
-    if schedule.ranks != ranks:
-        idle = [each for each, row in enumerate(schedule.rows) if not row]
-        blank = f" (ranks {idle} have no actions: a blank line of a text is a rank)" if idle else ""
-        raise PipelineError(
-            f"{schedule.name} has {schedule.ranks} ranks{blank}, and the group has {ranks}; "
-            "start as many ranks as the schedule has rows"
-        )
-    held = schedule.stages_of(rank)
-    if tuple(modules) != held:
-        raise PipelineError(
-            f"{schedule.name} places stages {list(held)} on rank {rank}, which was given {list(modules)}; "
-            "pipeloom.split(model, into=schedule) makes the right ones"
-        )
-    if schedule.wiring.copies > 1 or schedule.wiring.pieces > 1:
-        raise PipelineError(f"{schedule.name}: copies and pieces can be checked and priced, but not run yet")
-    wrapped = [index for index, module in modules.items() if _reduces_by_itself(module)]
-    if wrapped:
-        raise PipelineError(
-            f"stages {wrapped} are replicated or sharded (DistributedDataParallel, fully_shard), which a pipeline "
-            "cannot reduce yet; give the plain modules"
-        )
-
-
-def _reduces_by_itself(module: nn.Module) -> bool:
-    return any(
-        isinstance(each, nn.parallel.DistributedDataParallel) or hasattr(each, "unshard") for each in module.modules()
-    )
 
 
 def _device(modules: Iterable[nn.Module]) -> torch.device:

@@ -40,7 +40,7 @@ class Tape:
     The whole backward (B) is `whole`; the split one is `inputs` (I), then `weights` (W).
     """
 
-    __slots__ = ("_entries", "_notes", "_split", "leaves", "roots", "taken")
+    __slots__ = ("_entries", "_notes", "_split", "added", "leaves", "roots", "taken")
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
@@ -49,6 +49,8 @@ class Tape:
         """How many of `leaves` there were after each stage that feeds this one."""
         self.roots: list[Tensor] = []
         """Where the backward starts: the outputs that want a gradient, or the weighted loss."""
+        self.added = 0
+        """How many of `roots`, the last ones, are losses that were added beside the outputs."""
         self._entries: list[Node] = []
         self._split: SplitBackward | None = None
         self._notes: dict[str, Any] | None = None

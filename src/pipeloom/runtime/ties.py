@@ -36,6 +36,9 @@ class Ties:
         self.names: list[tuple[str, ...]] = []
         """The names that were tied, one tuple a weight."""
 
+    def __bool__(self) -> bool:
+        return bool(self._ties)
+
     def add_all(self, ties: Sequence[Sequence[str]]) -> None:
         """Add the ties that this rank's stages name; every rank calls this, also one that holds no stage."""
         count = torch.tensor([len(ties)], device=self._device)
@@ -80,6 +83,10 @@ class Ties:
                 copy.copy_(own[0])
         self._ties.append(_Tie(own, rank == leader, group))
         self.names.append(tuple(names))
+
+    def copies(self) -> set[nn.Parameter]:
+        """This rank's copies."""
+        return {copy for tie in self._ties for copy in tie.own}
 
     def uncounted(self) -> Iterator[nn.Parameter]:
         """This rank's copies that do not count where each weight of the model counts once."""

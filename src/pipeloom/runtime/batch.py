@@ -1,0 +1,154 @@
+"""What a step works on: what the caller gave on this rank, cut into microbatches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeloom.errors import BatchError
+from pipeloom.runtime.microbatches import Handling, Weight, batch_size, split, split_keywords, weights
+
+Ask = Callable[[int, str], str]
+"""Asks a rank for what it knows of the batch, by name, and waits for its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where a chain of stages begins and ends."""
+
+    rank: int
+    first_rank: int
+    last_rank: int
+
+    @property
+    def first(self) -> bool:
+        return self.rank == self.first_rank
+
+    @property
+    def last(self) -> bool:
+        return self.rank == self.last_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What `step` or `eval` was called with on this rank."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    arg_mbs: Sequence[Any] | None
+    kwarg_mbs: Sequence[Mapping[str, Any]] | None
+    target_mbs: Sequence[Any] | None
+
+    def refuse_misfits(self, ends: Ends, microbatches: int) -> None:
+        """Refuse what does not belong on this rank, or is given twice."""
+        for name, ready, whole in (
+            ("arg_mbs", self.arg_mbs, bool(self.args)),
+            ("kwarg_mbs", self.kwarg_mbs, bool(self.kwargs)),
+            ("target_mbs", self.target_mbs, self.target is not None),
+        ):
+            if ready is not None and whole:
+                raise BatchError(f"{name} is given beside a whole batch; give one of the two")
+            if ready is not None and len(ready) != microbatches:
+                raise BatchError(f"{name} has {len(ready)} entries, and there are {microbatches} microbatches")
+        inputs = bool(self.args) or self.arg_mbs is not None
+        if ends.first and not inputs and not self.kwargs and self.kwarg_mbs is None:
+            raise BatchError("this rank holds the first stage, and was given no inputs")
+        if not ends.first and inputs:
+            raise BatchError(f"inputs go to the rank of the first stage, {ends.first_rank}; this is rank {ends.rank}")
+        if not ends.last and (self.target is not None or self.target_mbs is not None):
+            raise BatchError(f"targets go to the rank of the last stage, {ends.last_rank}; this is rank {ends.rank}")
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch in microbatches: one entry each, or nothing where this rank has no use for it."""
+
+    ends: Ends
+    microbatches: int
+    weight: Weight
+    arguments: Sequence[tuple[Any, ...]] = ()
+    targets: Sequence[Any] = ()
+    keywords: Sequence[Mapping[str, Any]] = ()
+    size: int | None = None
+    """How many samples the whole batch has, where this rank knows."""
+    ask: Ask | None = None
+    _weights: list[Any] | None = field(default=None)
+
+    @classmethod
+    def cut(cls, given: Given, ends: Ends, microbatches: int, weight: Weight) -> Batch:
+        """Cut inputs and targets.
+
+        Raises:
+            BatchError: they do not fit, or belong on another rank.
+        """
+        given.refuse_misfits(ends, microbatches)
+        batch = cls(ends, microbatches, weight)
+        if given.arg_mbs is not None:
+            batch.arguments = [entry if isinstance(entry, tuple) else (entry,) for entry in given.arg_mbs]
+        elif ends.first:
+            batch.arguments = split(given.args, microbatches, "inputs")
+            batch.size = batch_size(given.args)
+        if given.target_mbs is not None:
+            batch.targets = given.target_mbs
+        elif given.target is not None:
+            batch.targets = split(given.target, microbatches, "target")
+            batch.size = batch_size(given.target) if batch.size is None else batch.size
+        if ends.last and batch.targets:
+            batch._weights = weights(weight, microbatches, _sizes(batch.targets), batch.targets)
+        return batch
+
+    def cut_keywords(self, given: Given, handling: Mapping[str, Handling]) -> None:
+        """Cut keyword arguments; a rank that holds neither end asks the first for the size of the batch."""
+        if given.kwarg_mbs is not None:
+            self.keywords = given.kwarg_mbs
+        elif given.kwargs:
+            size = self.size
+            if size is None and not self.ends.first and set(given.kwargs) - handling.keys() and self.ask:
+                size = sum(map(int, self.ask(self.ends.first_rank, "sizes").split())) or None
+            self.keywords = split_keywords(given.kwargs, self.microbatches, handling, size)
+
+    @property
+    def equal(self) -> dict[str, str | None]:
+        """What both ends must agree about: in which proportions the batch is cut."""
+        counted = self.arguments if self.ends.first else self.targets
+        sizes = _sizes(counted)
+        if sizes and self.ends.first and self.ends.last and self.targets:
+            sizes = _sizes(self.targets)
+        divisor = math.gcd(*sizes) if sizes else 1
+        return {"samples": ":".join(str(size // divisor) for size in sizes) if sizes and divisor else None}
+
+    @property
+    def own(self) -> dict[str, str]:
+        """What other ranks may ask this one for."""
+        return {
+            "sizes": " ".join(map(str, _sizes(self.arguments) or ())),
+            "weights": " ".join(str(float(each)) for each in self._weights or ()),
+        }
+
+    def share(self, microbatch: int) -> Any:
+        """What the losses of `microbatch` are multiplied with."""
+        if self._weights is None:
+            self._weights = self._find_weights()
+        return self._weights[microbatch]
+
+    def _find_weights(self) -> list[Any]:
+        if not self.ends.last and self.ask:
+            known = self.ask(self.ends.last_rank, "weights").split()
+            if known:
+                return list(map(float, known))
+        if self.weight in ("equal", "sum"):
+            return weights(self.weight, self.microbatches, None, ())
+        if callable(self.weight):
+            raise BatchError("weight is a function of the target, and this step has no targets")
+        sizes = _sizes(self.arguments)
+        if not self.ends.first and self.ask:
+            sizes = list(map(int, self.ask(self.ends.first_rank, "sizes").split()))
+        return weights("samples", self.microbatches, sizes or None, ())
+
+
+def _sizes(entries: Sequence[Any]) -> list[int] | None:
+    """How many samples each microbatch has."""
+    return [batch_size(entry) or 1 for entry in entries] if entries else None

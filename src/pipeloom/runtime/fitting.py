@@ -1,0 +1,74 @@
+"""Whether stages, schedule and ranks go together, before any message is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from pipeloom import schedules
+from pipeloom.action import SHARDING
+from pipeloom.errors import PipelineError
+from pipeloom.passes import lower
+from pipeloom.runtime.replicas import Replicas
+from pipeloom.runtime.stage import Stage
+from pipeloom.schedule import Schedule
+
+
+def digest(schedule: Schedule) -> str:
+    """What ranks compare: all but the sharding, which each lowers for its own modules."""
+    rows = [[cell for cell in row if cell.kind not in SHARDING] for row in schedule.rows]
+    text = f"{schedule.wiring} {dict(sorted(schedule.placement.items()))}\n{schedule.with_rows(rows).to_csv()}"
+    return f"{schedule.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def modules_of(stages: Iterable[Stage]) -> dict[int, nn.Module]:
+    """The modules by the numbers of their stages."""
+    modules: dict[int, nn.Module] = {}
+    for stage in stages:
+        if stage.index in modules:
+            raise PipelineError(
+                f"stage {stage.index} is given twice; each stage is one module with a number of its own"
+            )
+        modules[stage.index] = stage.module
+    return dict(sorted(modules.items()))
+
+
+def lowered(
+    schedule: Schedule | str, ranks: int, microbatches: int | None, stages: int, replicas: Replicas
+) -> Schedule:
+    """The schedule to run: made if only named, checked, and with communication and reductions in its rows."""
+    if isinstance(schedule, str):
+        if microbatches is None:
+            raise PipelineError(f'a schedule by name needs its size: Pipeline(..., "{schedule}", microbatches=...)')
+        recipe = schedules.find(schedule)
+        fixed = recipe.least_stages_per_rank == recipe.most_stages_per_rank
+        schedule = recipe.make(ranks, microbatches, None if fixed else stages)
+    elif microbatches not in (None, schedule.microbatches):
+        raise PipelineError(
+            f"microbatches={microbatches}, but {schedule.name} has {schedule.microbatches}; leave it out"
+        )
+    schedule.checked()
+    if schedule.communicates or (ranks == 1 and not replicas.reduces):
+        return schedule
+    return lower(schedule, shard=replicas.shards, reduce=replicas.reduces).checked()
+
+
+def refuse_misfits(schedule: Schedule, rank: int, ranks: int, modules: Mapping[int, nn.Module]) -> None:
+    """Refuse a schedule that is not for these ranks or these stages."""
+    if schedule.ranks != ranks:
+        idle = [each for each, row in enumerate(schedule.rows) if not row]
+        blank = f" (ranks {idle} have no actions: a blank line of a text is a rank)" if idle else ""
+        raise PipelineError(
+            f"{schedule.name} has {schedule.ranks} ranks{blank}, and the group has {ranks}; "
+            "start as many ranks as the schedule has rows"
+        )
+    held = schedule.stages_of(rank)
+    if tuple(modules) != held:
+        raise PipelineError(
+            f"{schedule.name} places stages {list(held)} on rank {rank}, which was given {list(modules)}; "
+            "pipeloom.split(model, into=schedule) makes the right ones"
+        )
+    if schedule.wiring.copies > 1 or schedule.wiring.pieces > 1:
+        raise PipelineError(f"{schedule.name}: copies and pieces can be checked and priced, but not run yet")
