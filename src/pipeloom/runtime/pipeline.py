@@ -247,9 +247,9 @@ class Pipeline:
     ) -> Iterator[Batch]:
         self._run = None
         agreed: dict[str, Plain] = {
-            "schedule": self._digest,
             "call": call,
             "microbatches": microbatches,
+            "schedule": self._digest,
             "batch_id": batch_id,
         }
         with self._team.together(agreed, given, microbatches, self._weight, refuse, self._where) as batch:

@@ -36,6 +36,7 @@ def step(
     seed: int | None = None,
     number: int = 0,
     scaler: torch.amp.GradScaler | None = None,
+    added: list[Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
     """One step of the whole model in one process; gradients add up in the parameters' `.grad`.
@@ -46,6 +47,7 @@ def step(
         args: the inputs of the model, a whole batch.
         loss_fn, target, losses, weight, scaler, kwargs: as for `Pipeline` and `Pipeline.step`; `handling` is the
             pipeline's `kwargs`. Keyword arguments go to every stage whose forward takes them.
+        added: a list that the model's forward appends losses to which a pipeline's would hand to `add_loss`; emptied.
         seed, number: the pipeline's `seed`, and how many steps it had done before this one.
 
     Returns:
@@ -61,17 +63,18 @@ def step(
     flat = list(dict.fromkeys(parameter for own in trainable for parameter in own))
     held = [parameter.grad for parameter in flat]
     with _seeded(stages, seed, number) as microbatch_begins:
-        outputs = _forward(modules, schedule, inputs, keywords, microbatch_begins)
+        extra: list[list[Tensor]] = [[] for _ in range(count)]
+        outputs = _forward(modules, schedule, inputs, keywords, microbatch_begins, added, extra)
         found = [_loss(loss_fn, output, targets[index : index + 1]) for index, output in enumerate(outputs)]
         gradients: list[dict[Tensor, Tensor]] = []
         for index, loss in enumerate(found):
             for parameter in flat:
                 parameter.grad = None
-            if loss.requires_grad:
+            weighted = [each * shares[index] for each in (loss, *extra[index]) if each.requires_grad]
+            if weighted:
                 microbatch_begins(index, True)
-                weighted = loss * shares[index]
                 with without_autocast():
-                    torch.autograd.backward(weighted if scaler is None else scaler.scale(weighted))
+                    torch.autograd.backward(weighted if scaler is None else list(scaler.scale(weighted)))
             gradients.append({parameter: parameter.grad for parameter in flat if parameter.grad is not None})
     for parameter, gradient in zip(flat, held, strict=True):
         parameter.grad = gradient
@@ -152,6 +155,8 @@ def _forward(
     inputs: Sequence[Any],
     keywords: Sequence[Mapping[str, Any]],
     microbatch_begins: Callable[[int, bool], None] = lambda _, __: None,
+    added: list[Tensor] | None = None,
+    extra: Sequence[list[Tensor]] = (),
 ) -> list[Any]:
     wiring = schedule.wiring
     values: list[Sequence[Any]] = [inputs]
@@ -166,6 +171,9 @@ def _forward(
             given = {name: each for name, each in keywords[microbatch].items() if names is None or name in names}
             microbatch_begins(microbatch, False)
             outputs[microbatch] = module(*arguments, **given)
+            if added:
+                extra[microbatch].extend(added)
+                added.clear()
         if len(wiring.targets(stage)) > 1:
             skips[stage] = [output[-1] for output in outputs]
             outputs = [output[:-1] if len(output) > 2 else output[0] for output in outputs]

@@ -1,0 +1,315 @@
+"""Batches, losses and edges as people have them, on real processes against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import WIDTH
+from pipeloom.errors import BatchError, DisagreementError, PeerFailed
+from pipeloom.runtime.launcher import launch
+from test_pipeline import SCHEDULES, Side, make, square
+
+KINDS = ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+
+def numbers(batch: int, seed: int, *shape: int) -> Tensor:
+    return torch.randn(batch, *(shape or (WIDTH,)), generator=torch.Generator().manual_seed(seed))
+
+
+def linears(stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
+
+
+# Added losses
+
+
+class Adds(nn.Module):
+    """Adds a loss made of its output and of a weight, and on some microbatches none at all."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.aside = nn.Parameter(torch.ones(3))
+        self.add: Callable[[Tensor], None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        if self.index % 2 == 1 and x.shape[0] > 1:
+            self.add(x.square().mean() + self.linear.weight.square().mean())
+            self.add(self.aside.square().sum())
+        return x
+
+
+def adding(stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Adds(index) for index in range(stages)]
+
+
+def add_losses(name: str, weight: Any) -> None:
+    side = Side(make(name, 2, 4), adding, loss_fn=square, weight=weight)
+    collected: list[Tensor] = []
+    for module in side.whole:
+        module.add = collected.append  # type: ignore[assignment]
+    for module in side.own.values():
+        module.add = side.pipe.add_loss  # type: ignore[assignment]
+    for seed in range(2):
+        x, y = numbers(5, seed), numbers(5, seed + 10)
+        side.pipe.step(*([x] if side.pipe.first else []), target=y if side.pipe.last else None)
+        pl.reference.step(side.whole, side.schedule, x, target=y, loss_fn=square, weight=weight, added=collected)
+        side.same_gradients()
+    side.pipe.close()
+
+
+def count(target: Tensor) -> Tensor:
+    return (target > 0).sum()
+
+
+@pytest.mark.parametrize("weight", ["samples", count])
+@pytest.mark.parametrize("name", KINDS)
+def test_added_losses(name: str, weight: Any) -> None:
+    launch(add_losses, 2, name, weight)
+
+
+# Frozen stages, stages without parameters, empty stages
+
+
+class Plus(nn.Module):
+    """A stage without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def freeze(cases: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    for name, frozen in cases:
+
+        def build(stages: int, frozen: tuple[int, ...] = frozen) -> list[nn.Module]:
+            modules = linears(stages)
+            for index in frozen:
+                modules[index % stages].requires_grad_(False)
+            modules[2] = Plus()
+            return modules
+
+        side = Side(make(name, 2, 4), build, loss_fn=square)
+        for seed in range(2):
+            side.step(numbers(8, seed), numbers(8, seed + 10))
+            side.same_gradients()
+        every = [parameter for module in side.whole for parameter in module.parameters()]
+        assert torch.equal(side.pipe.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(every, 0.1))
+        side.same_gradients()
+        side.pipe.close()
+
+
+def test_frozen_stages() -> None:
+    """Leading, in the middle, trailing, and all of them."""
+    names = [name for name in SCHEDULES if name not in ("GPipe", "1F1B")]
+    launch(freeze, 2, [(name, frozen) for name in names for frozen in ((0,), (0, 1), (1,), (3,), (0, 1, 3))])
+
+
+# What crosses an edge
+
+
+class Trees(nn.Module):
+    """Passes on a tree of all that may cross."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, *rest: Any) -> Any:
+        if self.stage == 0:
+            made = torch.tanh(self.linear(x))
+            tree = {
+                "nested": [made.t(), (made[:, :4], None)],
+                3: made.to(torch.bfloat16),
+                "complex": torch.complex(made, made),
+                "unused": made * 2,
+            }
+            return made, tree, 5, "text", torch.arange(3), torch.empty(0, 2), made.mean(), True, 2.5
+        tree, five, text, whole, empty, scalar, true, half = rest
+        assert (five, text, true, half) == (5, "text", True, 2.5)
+        assert whole.tolist() == [0, 1, 2]
+        assert empty.shape == (0, 2)
+        x = self.linear(x) + tree["nested"][0].t() + tree[3].float() + tree["complex"].imag + scalar
+        x = torch.cat([x[:, :4] + tree["nested"][1][0], x[:, 4:]], 1)
+        return (x, *rest) if self.stage < 3 else x
+
+
+def trees(stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Trees(stage) for stage in range(stages)]
+
+
+def cross(name: str) -> None:
+    side = Side(make(name, 2, 3), trees, loss_fn=square)
+    for seed in range(2):
+        side.step(numbers(7, seed), numbers(7, seed + 10))
+        side.same_gradients()
+        side.eval(numbers(4, seed), numbers(4, seed + 10), microbatches=2)
+    side.pipe.close()
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_what_crosses_an_edge(name: str) -> None:
+    launch(cross, 2, name)
+
+
+class Returns(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return {"x": x, "odd": {1, 2}}
+
+
+def odd_edge() -> None:
+    rank = dist.get_rank()
+    module = Returns() if rank == 0 else nn.Identity()
+    pipe = pl.Pipeline([pl.Stage(module, rank)], make("1F1B", 2, 2), loss_fn=square)
+    with pytest.raises(
+        TypeError if rank == 0 else PeerFailed, match=r"stage 0\['odd'\] is a builtins.set; stages exchange"
+    ):
+        pipe.step(*([numbers(2, 0)] if rank == 0 else []), target=numbers(2, 1) if rank == 1 else None)
+    pipe.close()
+
+
+def test_what_cannot_cross_is_one_error_everywhere() -> None:
+    launch(odd_edge, 2)
+
+
+# Shapes that change, ready lists, keyword arguments, losses without targets
+
+
+def pooled(output: Tensor, target: Tensor | None = None) -> Tensor:
+    return output.mean() if target is None else (output.mean(1) - target).square().mean()
+
+
+def shapes(name: str) -> None:
+    side = Side(make(name, 2, 4), linears, loss_fn=pooled)
+    pipe = side.pipe
+    for seed, (batch, length) in enumerate([(4, 5), (6, 3), (4, 5), (9, 2)]):
+        x, y = numbers(batch, seed, length, WIDTH), numbers(batch, seed + 10, WIDTH)
+        side.step(x, y)
+        side.eval(x[:3], y[:3], microbatches=3)
+        side.same_gradients()
+    lengths = [5, 3, 7, 2]
+    inputs = [numbers(2, seed, length, WIDTH) for seed, length in enumerate(lengths)]
+    targets = [numbers(2, seed + 10, WIDTH) for seed in range(4)]
+    for parameter in (*pipe.modules.values(), *side.whole):
+        parameter.zero_grad()
+    losses: list[Tensor] = []
+    pipe.step(
+        arg_mbs=inputs if pipe.first else None,
+        target_mbs=targets if pipe.last else None,
+        losses=losses,
+        return_outputs=False,
+    )
+    expected = [pooled(nn.Sequential(*side.whole)(x), y) for x, y in zip(inputs, targets, strict=True)]
+    torch.stack(expected).mean().backward()
+    if pipe.last:
+        assert all(map(torch.equal, losses, expected))
+    for name, own, whole in side.pairs():
+        torch.testing.assert_close(own.grad, whole.grad, msg=name)
+    pipe.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_shapes_that_change(name: str) -> None:
+    launch(shapes, 2, name)
+
+
+def no_targets(name: str) -> None:
+    """Uneven microbatches, and the last rank learns their weights from the first."""
+    side = Side(make(name, 2, 4), linears, loss_fn=pooled)
+    x = numbers(7, 0)
+    side.pipe.step(*([x] if side.pipe.first else []))
+    pl.reference.step(side.whole, side.schedule, x, loss_fn=pooled)
+    side.same_gradients()
+    assert torch.isfinite(side.pipe.loss())
+    side.pipe.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_losses_without_targets(name: str) -> None:
+    launch(no_targets, 2, name)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor, table: Tensor, scale: float = 1.0, flag: str = "") -> Tensor:
+        assert flag == "on"
+        return torch.tanh(self.linear(x)) * mask + table * scale
+
+
+def masked(stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Masked() for _ in range(stages)]
+
+
+def keywords(name: str, ranks: int) -> None:
+    side = Side(make(name, ranks, 3), masked, loss_fn=square)
+    x, y, mask, table = numbers(7, 0), numbers(7, 1), numbers(7, 2), numbers(1, 3)
+    given: dict[str, Any] = {"mask": mask, "table": table, "scale": 0.5, "flag": "on"}
+    side.pipe.step(*([x] if side.pipe.first else []), target=y if side.pipe.last else None, **given)
+    pl.reference.step(side.whole, side.schedule, x, target=y, loss_fn=square, **given)
+    side.same_gradients()
+    ready = [{**given, "mask": mask[start:end]} for start, end in ((0, 3), (3, 5), (5, 7))]
+    side.pipe.step(*([x] if side.pipe.first else []), target=y if side.pipe.last else None, kwarg_mbs=ready)
+    pl.reference.step(side.whole, side.schedule, x, target=y, loss_fn=square, **given)
+    side.same_gradients()
+    side.pipe.close()
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("1F1B", 3), ("ZBVZeroBubble", 2)])
+def test_keyword_arguments(name: str, ranks: int) -> None:
+    launch(keywords, ranks, name, ranks)
+
+
+def test_a_keyword_argument_that_could_be_either_is_refused() -> None:
+    def pipeline(**options: Any) -> pl.Pipeline:
+        return pl.Pipeline([pl.Stage(Masked(), 0)], make("1F1B", 1, 2), loss_fn=square, **options)
+
+    x = numbers(4, 0)
+    given: dict[str, Any] = {"mask": numbers(2, 1), "table": numbers(1, 2), "flag": "on"}
+    with pytest.raises(BatchError, match=r"mask: is it split or does it go to every microbatch\?.*\"mask\": \"split\""):
+        pipeline().step(x, target=x, **given)
+    pipeline(kwargs={"mask": "replicate"}).step(x, target=x, **given)
+
+
+# Ranks that disagree
+
+
+def disagree(case: str) -> None:
+    rank = dist.get_rank()
+    names = {"schedule": ("1F1B", "GPipe")}.get(case, ("1F1B", "1F1B"))
+    microbatches = {"microbatches": (2, 4)}.get(case, (2, 2))
+    schedule = make(names[rank], 2, microbatches[rank])
+    pipe = pl.Pipeline([pl.Stage(nn.Linear(WIDTH, WIDTH), rank)], schedule, loss_fn=square)
+    inputs = [numbers(4, 0)] if rank == 0 else []
+    target = numbers(4 if case != "samples" else 3, 1) if rank == 1 else None
+    call = pipe.eval if case == "call" and rank == 1 else pipe.step
+    says = {"samples": "samples is '1:1' on rank 0 and '2:1' on rank 1", "schedule": "schedule is '1F1B"}.get(
+        case, case
+    )
+    with pytest.raises(DisagreementError, match=says):
+        call(*inputs, target=target, batch_id=f"batch {rank}" if case == "batch_id" else None)
+    assert all(parameter.grad is None for module in pipe.modules.values() for parameter in module.parameters())
+    if case not in ("schedule", "microbatches"):  # the next step is right
+        pipe.step(*inputs, target=numbers(4, 1) if rank == 1 else None, batch_id=7)
+        assert all(parameter.grad is not None for module in pipe.modules.values() for parameter in module.parameters())
+    pipe.close()
+
+
+@pytest.mark.parametrize("case", ["schedule", "microbatches", "call", "batch_id", "samples"])
+def test_ranks_that_disagree_all_hear_of_it(case: str) -> None:
+    launch(disagree, 2, case)
