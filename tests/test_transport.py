@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import random
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,13 +13,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
+import processes
 from pipeloom.errors import MessageError
 from pipeloom.runtime.transport import Transport, Tree, connect
 from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._tree import DTYPES, flat, pack, read
-
-Body = Callable[[int, Transport], None]
-
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {
     "local": lambda group: connect(group, "local"),
@@ -31,42 +26,15 @@ TRANSPORTS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {
 }
 
 
-def run_ranks(ranks: int, body: Body, path: Path, kind: str, seconds: float = 60) -> None:
-    """Run `body(rank, transport)` in `ranks` forked processes; raise with the traceback of those that failed."""
-    context = multiprocessing.get_context("fork")
-    children = [
-        context.Process(target=_child, args=(rank, ranks, body, path, kind), daemon=True) for rank in range(ranks)
-    ]
-    try:
-        for child in children:
-            child.start()
-        for child in children:
-            child.join(seconds)
-        texts = [f"rank {rank}: {child.exitcode}" for rank, child in enumerate(children) if child.exitcode != 0]
-        texts += [error.read_text() for error in sorted(path.glob("error*"))]
-        if texts:
-            pytest.fail("\n".join(texts))
-    finally:
-        for child in children:
-            child.kill()
-            child.join()
-
-
-def _child(rank: int, ranks: int, body: Body, path: Path, kind: str) -> None:
-    try:
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=ranks)
-        group = dist.group.WORLD
-        assert group is not None
+def run_ranks(ranks: int, body: Callable[[int, Transport], None], path: Path, kind: str) -> None:
+    def with_transport(group: dist.ProcessGroup) -> None:
         transport = TRANSPORTS[kind](group)
-        body(rank, transport)
+        body(group.rank(), transport)
         transport.flush()
+        dist.barrier()
         transport.close()
-        dist.destroy_process_group()
-    except BaseException:
-        (path / f"error{rank}").write_text(traceback.format_exc())
-        os._exit(1)
+
+    processes.run_ranks(ranks, with_transport, path)
 
 
 VALUES: list[Tree] = [

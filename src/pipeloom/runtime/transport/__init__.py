@@ -7,11 +7,11 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 
-from pipeloom.runtime.transport._interface import Pending, Transport, Tree, Watch
+from pipeloom.runtime.transport._interface import Pending, Plain, Transport, Tree, Watch
 from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._torch import TorchTransport
 
-__all__ = ["Pending", "Transport", "Tree", "Watch", "connect"]
+__all__ = ["Pending", "Plain", "Transport", "Tree", "Watch", "connect"]
 
 
 def connect(

@@ -45,9 +45,8 @@ class Connection:
         if watch is not None:
             self._poll.register(watch.fileno(), select.POLLIN)
 
-    def begin(self) -> None:
-        self._number += 1
-        self._step = self._number.to_bytes(4, "little")
+    def begin(self, number: int) -> None:
+        self._number, self._step = number, number.to_bytes(4, "little")
         self.posted.forget()
 
     def send(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:

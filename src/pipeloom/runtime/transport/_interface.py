@@ -33,8 +33,10 @@ class Transport(Protocol):
     The k-th send to a rank meets the k-th receive from it. One thread uses a transport.
     """
 
-    def begin(self) -> None:
-        """A step begins, on every rank of the group. Whatever is left of an earlier one that failed is forgotten.
+    def begin(self, number: int) -> None:
+        """A step begins, whose number is the same on all ranks and larger than any before.
+
+        What is left of earlier steps that failed is forgotten, and none of it is received.
 
         Raises:
             PipelineError: no step can succeed after one that failed.

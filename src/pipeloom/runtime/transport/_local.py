@@ -26,9 +26,9 @@ class LocalTransport:
             link = _ring.Ring(peer.socket, creates=rank < other) if peer.same_host else Stream(peer.socket)
             self._connections[other] = Connection(peer, link, self._sender, device, watch)
 
-    def begin(self) -> None:
+    def begin(self, number: int) -> None:
         for connection in self._connections.values():
-            connection.begin()
+            connection.begin(number)
 
     def send(self, rank: int, value: Tree) -> None:
         self._connections[rank].send(*pack(value))

@@ -67,13 +67,13 @@ class TorchTransport:
         else:
             self._irecv(sender, spec)
 
-    def begin(self) -> None:
+    def begin(self, number: int) -> None:
         if self._aborted:
             raise PipelineError(
                 "a step failed, and NCCL's communicators cannot be used again after that; start the ranks again"
             )
-        self._number += 1
-        self._headers.begin()
+        self._number = number
+        self._headers.begin(number)
         self._sent.forget()
         for posted in self._posted.values():
             posted.forget()
@@ -102,7 +102,7 @@ class TorchTransport:
         self._headers.flush()
 
     def close(self) -> None:
-        self._sent.forget()
+        self._sent.close()
         self._headers.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
@@ -158,6 +158,9 @@ class _OnGpu:
     def forget(self) -> None:
         self._works.clear()
 
+    def close(self) -> None:
+        self._works.clear()
+
 
 class _OnCpu:
     """The same with gloo, whose sends are over only for those who wait: here, a thread."""
@@ -180,9 +183,14 @@ class _OnCpu:
 
     def forget(self) -> None:
         """Leave sends that nobody will receive to their thread, which ends with them or with the group."""
+        if self._works is not None and self._works.unfinished_tasks:
+            self.close()
+        self._error = None
+
+    def close(self) -> None:
         if self._works is not None:
             self._works.put(None)
-        self._works = self._error = None
+            self._works = None
 
     def _wait(self, works: queue.Queue[tuple[dist.Work, torch.Tensor] | None]) -> None:
         while (entry := works.get()) is not None:

@@ -1,0 +1,417 @@
+"""The control channel: who is in which step with what, and who failed.
+
+Every rank of a pipeline has a connection to every other, served by a thread of its own. At the start of a step each
+says hello to all with what must be equal everywhere and what others may ask for; nobody waits for a hello unless to use
+a value in it. A rank that fails tells all; one whose connection ends without a goodbye, or from which nothing is heard
+past a deadline, has failed as well. Whoever waits for a message then raises, with the name of the rank that failed.
+
+Steps are numbered by each rank. A failure belongs to a step number: a rank that is still in an earlier step finishes
+that first, one that is in a later step already fails there. After a step that failed on all ranks the next may succeed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from pipeloom.errors import DisagreementError, MessageError, PeerFailed
+from pipeloom.runtime.transport._interface import Plain, Tree
+from pipeloom.runtime.transport._rendezvous import Peer, meet
+from pipeloom.runtime.transport._tree import pack, read
+
+Fields: TypeAlias = Mapping[str, Plain]
+
+_LARGEST_FRAME = 1 << 20
+_LONGEST_TEXT = 20_000
+_TELLING = 1.0
+"""Seconds that a failing rank stays to tell the others, and that one which lost a connection waits to be told why."""
+_LEFT = "it closed its pipeline or ended while others still needed it"
+_ENDED = "its process ended or its connection was lost"
+
+
+@dataclass(slots=True)
+class _Failure:
+    """`number` is the step it belongs to; None if no later step can succeed. `heard` if another rank told all of it."""
+
+    number: int | None
+    error: Fields
+    heard: bool = False
+
+    def make(self) -> PeerFailed | DisagreementError:
+        if "disagreement" in self.error:
+            return DisagreementError(str(self.error["disagreement"]))
+        return PeerFailed(**self.error)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class _Line:
+    """The connection to one other rank. `left` once it said goodbye, `ended` once nothing more comes."""
+
+    peer: Peer
+    heard: float
+    received: bytearray = field(default_factory=bytearray)
+    leaving: bytearray = field(default_factory=bytearray)
+    left: bool = False
+    ended: bool = False
+
+
+class Control:
+    """The control channel of one pipeline; every rank of `group` makes one, in the same order.
+
+    Args:
+        group: the ranks of the pipeline.
+        deadline: seconds of silence after which a rank counts as failed. A rank is silent while it is stopped, its
+            machine cannot be reached, or one call keeps Python from running its other threads.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, deadline: float = 30.0) -> None:
+        self.rank = group.rank()
+        self.host = socket.gethostname()
+        self._deadline = deadline
+        now = time.monotonic()
+        self._lines = {rank: _Line(peer, now) for rank, peer in meet(group, "control").items()}
+        self.number = self._settled = 0  # steps are numbered from 1
+        self._raised = self._ringing = self._closed = False
+        self._failures: list[_Failure] = []
+        self._calls: list[Callable[[], None]] = []
+        self._hellos: dict[int, dict[int, tuple[Fields, Fields]]] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._alarm, self._ringer = _pipe()
+        self._woken, self._waker = _pipe()
+        for line in self._lines.values():
+            line.peer.socket.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="pipeloom-control", daemon=True)
+        self._thread.start()
+        _OPEN.add(self)
+
+    def begin(self, equal: Fields, own: Fields) -> None:
+        """Enter the next step and say so to all. Does not wait for anybody.
+
+        Args:
+            equal: what must be the same on every rank that knows it; None where this one does not.
+            own: what others may ask this rank for.
+
+        Raises:
+            PeerFailed: a rank failed, and this one has not raised for it yet, or no step can succeed any more.
+            DisagreementError: likewise, as ranks disagree.
+        """
+        with self._changed:
+            if self._raised:
+                self._settled, self._raised = self.number, False
+                self._failures = [each for each in self._failures if each.number is None or each.number > self._settled]
+            self.number += 1
+            self._hellos = {number: said for number, said in self._hellos.items() if number >= self.number}
+            self._hellos.setdefault(self.number, {})[self.rank] = (equal, own)
+            self._say({"kind": "hello", "number": self.number, "equal": dict(equal), "own": dict(own)})
+            self._compare()
+            self._ring()
+            late = self._known()
+        if late is not None:
+            error = self.failure(self.rank)
+            self.fail(error)
+            raise error
+
+    def value(self, rank: int, name: str) -> Plain:
+        """What `rank` said as `name` in this step's hello, waiting for it if need be.
+
+        Raises:
+            PeerFailed: a rank failed, or `rank` left.
+            DisagreementError: ranks disagree.
+        """
+        with self._changed:
+            while rank not in self._hellos[self.number]:
+                if self._known() is not None or self._lines[rank].ended:
+                    raise self.failure(rank)
+                self._changed.wait()
+            return self._hellos[self.number][rank][1][name]
+
+    def check(self) -> None:
+        """Raise if it is known that this step failed elsewhere."""
+        if self._ringing:
+            raise self.failure(self.rank)
+
+    def fail(
+        self,
+        error: BaseException,
+        *,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        action: str | None = None,
+        rows: str = "",
+    ) -> None:
+        """Tell every rank that this step failed here. An error that came from another rank is passed on as it is.
+
+        Args:
+            error: what was raised.
+            stage: the stage that was at work.
+            microbatch: the microbatch it worked on.
+            action: the action, as the schedule writes it.
+            rows: a few rows of the schedule around the action.
+        """
+        with self._changed:
+            known = self._known()
+            if isinstance(error, PeerFailed | DisagreementError) and known is not None:
+                if known.heard and known.number in (self.number, None):
+                    return
+                told = known.error
+            else:
+                told = self._describe(error, stage, microbatch, action, rows)
+            self._fail(_Failure(self.number, told))
+
+    def fail_for_good(self, error: BaseException) -> None:
+        """Tell every rank that this one ends because of `error`, so that no later step can succeed either."""
+        with self._changed:
+            self._fail(_Failure(None, self._describe(error, None, None, None, "")))
+
+    def fileno(self) -> int:
+        """Polls readable while it is known that the step failed."""
+        return self._alarm
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have `call` called, mostly on the thread of this channel, each time a failure becomes known."""
+        self._calls.append(call)
+
+    def failure(self, rank: int) -> PeerFailed | DisagreementError:
+        """The error to raise: what failed or, if a moment from now nothing is known, that `rank`'s connection ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._known() is not None, _TELLING)
+            known = self._known()
+            if known is None:
+                line = self._lines[rank]
+                known = self._add(_Failure(None, _lost(line, _LEFT if line.left else _ENDED)))
+            if "disagreement" in known.error and not known.heard:
+                # Once all have said hello, all say the same.
+                self._changed.wait_for(lambda: len(self._hellos[self.number]) > len(self._lines), _TELLING / 2)
+                known.error = {"disagreement": self._disagreement() or known.error["disagreement"]}
+            self._raised = True
+            return known.make()
+
+    def close(self) -> None:
+        """Say goodbye and let go of everything. A second call does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._say({"kind": "bye"})
+            self._wait_until_told()
+            self._closed = True
+        os.write(self._waker, b"w")
+        self._thread.join()
+        _OPEN.discard(self)
+        for line in self._lines.values():
+            line.peer.socket.close()
+        for end in (self._alarm, self._ringer, self._woken, self._waker):
+            os.close(end)
+
+    def _known(self) -> _Failure | None:
+        """The failure that concerns the step this rank is in."""
+        return next((each for each in self._failures if each.number is None or each.number <= self.number), None)
+
+    def _add(self, failure: _Failure) -> _Failure:
+        if failure.number is None or failure.number > self._settled:
+            self._failures.append(failure)
+            self._ring()
+            self._changed.notify_all()
+        return failure
+
+    def _ring(self) -> None:
+        known = self._known() is not None
+        if known and not self._ringing:
+            os.write(self._ringer, b"r")
+            for call in self._calls:
+                call()
+        elif self._ringing and not known:
+            os.read(self._alarm, 1)
+        self._ringing = known
+
+    def _fail(self, failure: _Failure) -> None:
+        if self._closed:
+            return
+        self._raised = True
+        self._add(failure)
+        self._say({"kind": "failed", "number": failure.number, "error": failure.error})
+        self._wait_until_told()
+
+    def _describe(
+        self, error: BaseException, stage: int | None, microbatch: int | None, action: str | None, rows: str
+    ) -> Fields:
+        if isinstance(error, PeerFailed):
+            return error.fields
+        if isinstance(error, DisagreementError):
+            return {"disagreement": str(error)}
+        return {
+            "rank": self.rank,
+            "cause": "".join(traceback.format_exception_only(error)).strip()[:_LONGEST_TEXT],
+            "host": self.host,
+            "stage": stage,
+            "microbatch": microbatch,
+            "action": action,
+            "rows": rows,
+            "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TEXT:],
+        }
+
+    def _compare(self) -> None:
+        """Look whether ranks disagree about this step."""
+        said = self._disagreement()
+        if said is not None:
+            self._add(_Failure(self.number, {"disagreement": said}))
+
+    def _disagreement(self) -> str | None:
+        said = sorted(self._hellos.get(self.number, {}).items())
+        for name in said[0][1][0] if said else ():
+            ranks: dict[Plain, list[int]] = {}
+            for rank, (equal, _) in said:
+                if equal.get(name) is not None:
+                    ranks.setdefault(equal[name], []).append(rank)
+            if len(ranks) > 1:
+                found = [
+                    f"{value!r} on rank{'s' * (len(on) > 1)} {', '.join(map(str, on))}" for value, on in ranks.items()
+                ]
+                return (
+                    f"step {self.number}: {name} is {' and '.join(found)}; "
+                    "all ranks of a pipeline make the same calls with the same settings"
+                )
+        return None
+
+    def _say(self, message: Mapping[str, Tree]) -> None:
+        header, _ = pack(message)
+        data = len(header).to_bytes(4, "little") + header
+        for line in self._lines.values():
+            if not line.ended:
+                line.leaving += data
+                self._push(line)
+        if any(line.leaving for line in self._lines.values()):
+            os.write(self._waker, b"w")
+
+    def _push(self, line: _Line) -> None:
+        with contextlib.suppress(OSError):
+            while line.leaving:
+                del line.leaving[: line.peer.socket.send(line.leaving)]
+
+    def _wait_until_told(self) -> None:
+        self._changed.wait_for(
+            lambda: not any(line.leaving and not line.ended for line in self._lines.values()), _TELLING
+        )
+
+    def _run(self) -> None:
+        """Serve the connections until closed, on the thread of this channel."""
+        beat = min(0.5, self._deadline / 4)
+        lines = {line.peer.socket.fileno(): line for line in self._lines.values()}
+        awake = time.monotonic()
+        said = awake
+        while True:
+            poll = select.poll()
+            poll.register(self._woken, select.POLLIN)
+            with self._changed:
+                for fd, line in lines.items():
+                    if not line.ended:
+                        poll.register(fd, select.POLLIN | (select.POLLOUT if line.leaving else 0))
+            ready = poll.poll(max(said + beat - time.monotonic(), 0) * 1000)
+            with self._changed:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                if now - awake > self._deadline / 2:  # it was this process that slept
+                    for line in lines.values():
+                        line.heard = now
+                awake = now
+                for fd, _ in ready:
+                    if fd == self._woken:
+                        os.read(self._woken, 4096)
+                    else:
+                        self._serve(lines[fd], now)
+                if now - said >= beat:
+                    self._say({"kind": "beat"})
+                    said = now
+                for line in lines.values():
+                    if not line.ended and not line.left and now - line.heard > self._deadline:
+                        line.ended = True
+                        silent = f"nothing was heard from it for {self._deadline:g} s: it is stopped or out of reach"
+                        self._add(_Failure(None, _lost(line, silent)))
+                self._changed.notify_all()
+
+    def _serve(self, line: _Line, now: float) -> None:
+        self._push(line)
+        try:
+            data = line.peer.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        line.heard = now
+        line.received += data
+        line.ended = not data
+        try:
+            self._read(line)
+        except (MessageError, TypeError, KeyError) as error:
+            line.ended = line.left = True
+            self._add(_Failure(None, _lost(line, f"what it sent on the control channel cannot be read: {error}")))
+        if line.ended and not line.left:
+            self._add(_Failure(None, _lost(line, _ENDED)))
+
+    def _read(self, line: _Line) -> None:
+        while len(line.received) >= 4:
+            length = int.from_bytes(line.received[:4], "little")
+            if length > _LARGEST_FRAME:
+                raise MessageError(f"a message of {length} bytes")
+            if len(line.received) < 4 + length:
+                return
+            message: Any = read(bytes(line.received[4 : 4 + length])).build(())
+            del line.received[: 4 + length]
+            match message["kind"]:
+                case "hello":
+                    hellos = self._hellos.setdefault(message["number"], {})
+                    hellos[line.peer.rank] = (message["equal"], message["own"])
+                    self._compare()
+                case "failed":
+                    self._add(_Failure(message["number"], message["error"], heard=True))
+                case "bye":
+                    line.left = True
+
+
+def _lost(line: _Line, cause: str) -> Fields:
+    return {"rank": line.peer.rank, "cause": cause, "host": line.peer.host}
+
+
+def _pipe() -> tuple[int, int]:
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    os.set_blocking(writes, False)
+    return reads, writes
+
+
+_OPEN: weakref.WeakSet[Control] = weakref.WeakSet()
+
+
+def leave(error: BaseException | None = None) -> None:
+    """Say goodbye on every open channel as this process ends or, given what ends it, say that.
+
+    Runs by itself where a process ends as Python does, by an uncaught exception or without one; whoever ends it by
+    other means, as `os._exit`, calls this before.
+    """
+    for control in list(_OPEN):
+        if error is not None:
+            control.fail_for_good(error)
+        control.close()
+
+
+def _leave_by_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    leave(error)
+    _hook(kind, error, trace)
+
+
+_hook, sys.excepthook = sys.excepthook, _leave_by_exception
+atexit.register(leave)

@@ -1,0 +1,252 @@
+"""The control channel between real processes: hellos, failures, and what ends a wait."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import DisagreementError, PeerFailed
+from pipeloom.runtime.control import Control
+from pipeloom.runtime.transport import Transport, connect
+from processes import run_ranks
+
+Body = Callable[[Control, Transport], None]
+
+
+def run(ranks: int, body: Body, path: Path, *, kind: str = "local", deadline: float = 30.0, **ends: int) -> None:
+    """Run `body(control, transport)` on every rank; `rank1=-9` says how rank 1 ends."""
+
+    def with_control(group: dist.ProcessGroup) -> None:
+        control = Control(group, deadline=deadline)
+        transport = connect(group, kind, watch=control)
+        dist.barrier()
+        body(control, transport)
+        control.close()
+        transport.close()
+
+    run_ranks(ranks, with_control, path, statuses={int(name.removeprefix("rank")): end for name, end in ends.items()})
+
+
+def begin(control: Control, transport: Transport, mode: str = "train", batch: int | None = None) -> None:
+    control.begin({"mode": mode, "batch_id": batch}, {"samples": control.rank + 10})
+    transport.begin(control.number)
+
+
+def begin_and_receive(control: Control, transport: Transport, rank: int) -> None:
+    begin(control, transport)
+    transport.receive(rank).wait()
+
+
+def other(control: Control) -> int:
+    return 1 - control.rank
+
+
+def test_a_hello_holds_what_others_ask_for(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        for _ in range(20):
+            begin(control, transport)
+            assert [control.value(rank, "samples") for rank in range(3)] == [10, 11, 12]
+
+    run(3, body, tmp_path)
+
+
+def test_nobody_waits_for_a_hello(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        if control.rank == 0:
+            for _ in range(5):
+                begin(control, transport)
+            (tmp_path / "done").touch()
+        else:
+            while not (tmp_path / "done").exists():
+                time.sleep(0.01)
+            for _ in range(5):
+                begin(control, transport)
+                assert control.value(0, "samples") == 10
+
+    run(2, body, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["local", "torch"])
+def test_a_rank_that_raises_is_named_by_all_that_wait(kind: str, tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        if control.rank == 1:
+            begin(control, transport)
+            try:
+                raise ValueError("no such token")
+            except ValueError as error:
+                control.fail(error, stage=5, microbatch=3, action="5F3", rows="rank 1: 5F2 5F3 5F4")
+            return
+        start = time.monotonic()
+        with pytest.raises(
+            PeerFailed, match=r"rank 1 on .*, stage 5, microbatch 3, in 5F3: ValueError: no such"
+        ) as found:
+            begin_and_receive(control, transport, 2 - control.rank)
+        assert time.monotonic() - start < 20
+        assert (found.value.rank, found.value.stage, found.value.microbatch) == (1, 5, 3)
+        assert "Traceback (most recent call last)" in found.value.traceback
+        assert "5F2 5F3 5F4" in str(found.value)
+
+    run(3, body, tmp_path, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["local", "torch"])
+def test_a_rank_that_is_killed_is_named(kind: str, tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        begin(control, transport)
+        if control.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(
+                PeerFailed, match=r"rank 1 on .*: its process ended or its connection was lost"
+            ) as found:
+                transport.receive(2 - control.rank).wait()
+            assert found.value.rank == 1
+        with pytest.raises(PeerFailed, match="rank 1 on"):
+            begin(control, transport)
+
+    run(3, body, tmp_path, kind=kind, rank1=-9)
+
+
+def test_a_rank_that_is_stopped_is_named_after_the_deadline(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        begin(control, transport)
+        if control.rank == 1:
+            transport.send(0, os.getpid())
+            transport.flush()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
+        stopped = transport.receive(1).wait()
+        assert isinstance(stopped, int)
+        try:
+            with pytest.raises(PeerFailed, match=r"rank 1 on .*: nothing was heard from it for 1 s"):
+                transport.receive(1).wait()
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+
+    run(2, body, tmp_path, deadline=1.0, rank1=-9)
+
+
+def test_a_rank_that_leaves_while_others_need_it_is_named(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        begin(control, transport)
+        if control.rank == 0:
+            with pytest.raises(PeerFailed, match=r"rank 1 on .*: it closed its pipeline or ended while others"):
+                transport.receive(1).wait()
+
+    run(2, body, tmp_path)
+
+
+def test_a_rank_may_leave_when_nobody_needs_it(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        begin(control, transport)
+        if control.rank == 1:
+            transport.send(0, torch.ones(1_000_000))
+            transport.flush()
+        else:
+            time.sleep(0.5)
+            control.check()
+            assert isinstance(transport.receive(1).wait(), torch.Tensor)
+
+    run(2, body, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["local", "torch"])
+def test_the_step_after_a_failed_one_is_right(kind: str, tmp_path: Path) -> None:
+    """Messages of the failed step are on their way, half received or never asked for: none is ever received."""
+
+    def body(control: Control, transport: Transport) -> None:
+        peer = other(control)
+        for number in range(4):
+            begin(control, transport)
+            for part in range(10):
+                transport.send(peer, torch.full((300_000,), float(100 * number + part)))
+            if control.rank == number % 2:
+                transport.receive(peer).wait()
+                control.fail(KeyError("token"))
+            else:
+                pendings = [transport.receive(peer) for _ in range(11)]
+                with pytest.raises(PeerFailed, match="KeyError: 'token'") as found:
+                    [pending.wait() for pending in pendings]
+                control.fail(found.value)
+            begin(control, transport)
+            pending = transport.receive(peer)
+            transport.send(peer, torch.full((3,), float(number)))
+            assert torch.equal(pending.wait(), torch.full((3,), float(number)))  # type: ignore[arg-type]
+            transport.flush()
+
+    run(2, body, tmp_path, kind=kind)
+
+
+def test_who_learns_late_fails_a_step_later_and_so_do_all(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        begin(control, transport)
+        if control.rank == 0:
+            control.fail(ValueError("late"))
+            with pytest.raises(PeerFailed, match=r"rank 0 on .*: ValueError: late"):
+                begin_and_receive(control, transport, 1)
+        else:
+            assert select.select([control], [], [], 30)[0]
+            with pytest.raises(PeerFailed, match=r"rank 0 on .*: ValueError: late"):
+                begin(control, transport)
+        begin(control, transport)
+        transport.send(other(control), control.rank)
+        assert transport.receive(other(control)).wait() == other(control)
+
+    run(2, body, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        (
+            [("train", None), ("eval", None), ("train", None)],
+            "step 1: mode is 'train' on ranks 0, 2 and 'eval' on rank 1",
+        ),
+        ([("train", 3), ("train", None), ("train", 4)], "step 1: batch_id is 3 on rank 0 and 4 on rank 2"),
+    ],
+)
+def test_ranks_that_disagree_all_say_so(mine: list[tuple[str, int | None]], message: str, tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        def step() -> None:
+            begin(control, transport, *mine[control.rank])
+            transport.receive((control.rank + 1) % 3).wait()
+
+        with pytest.raises(DisagreementError, match=message) as found:
+            step()
+        control.fail(found.value)
+
+    run(3, body, tmp_path)
+
+
+def test_an_error_outside_of_steps_is_told_as_the_process_ends(tmp_path: Path) -> None:
+    script = """
+import sys, torch.distributed as dist
+from pipeloom.runtime.control import Control
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=rank, world_size=2)
+control = Control(dist.group.WORLD)
+if rank == 1:
+    raise OverflowError("in the training script")
+error = control.failure(1)
+assert error.cause == "OverflowError: in the training script", error
+"""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 1], errors
+    assert b"OverflowError" in errors[1]
