@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import select
 import threading
 from collections import deque
 from collections.abc import Collection
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -41,6 +42,7 @@ class TorchTransport:
         pairs: Collection[tuple[int, int]] | None = None,
     ) -> None:
         self._number, self._aborted = 0, False
+        self._watch = watch
         self._headers = LocalTransport(group, torch.device("cpu"), watch)
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
@@ -98,7 +100,9 @@ class TorchTransport:
         return posted.post()
 
     def flush(self) -> None:
-        self._sent.flush()
+        while not self._sent.flush(0.1):
+            if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
+                raise self._watch.failure(self._rank)
         self._headers.flush()
 
     def close(self) -> None:
@@ -116,14 +120,19 @@ class TorchTransport:
 
     def _irecv(self, rank: int, spec: Spec) -> torch.Tensor:
         # On a stream without compute the transfer does not wait for what is queued before it.
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             tensor = spec.allocate(self._device)
             if not spec.nbytes:
                 return tensor
             group = self._groups[(rank, self._rank) if self._stream else None]
             work = dist.irecv(flat(tensor), self._ranks[rank], group, tag=self._number)
         assert work is not None
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError:
+            if self._watch is None:
+                raise
+            raise self._watch.failure(rank) from None
         if self._stream:
             tensor.record_stream(torch.cuda.current_stream(self._device))
         return tensor
@@ -151,9 +160,10 @@ class _OnGpu:
             self._works.popleft()
         self._works.append((work, data))
 
-    def flush(self) -> None:
+    def flush(self, _: float) -> bool:
         while self._works:
             self._works.popleft()[0].wait()
+        return True
 
     def forget(self) -> None:
         self._works.clear()
@@ -163,44 +173,46 @@ class _OnGpu:
 
 
 class _OnCpu:
-    """The same with gloo, whose sends are over only for those who wait: here, a thread."""
+    """The same with gloo, whose sends are over only for those who wait: here, a thread.
+
+    A send that fails is over as well; whoever waits for the rank at its other end says why.
+    """
 
     def __init__(self) -> None:
         self._works: queue.Queue[tuple[dist.Work, torch.Tensor] | None] | None = None
-        self._error: Exception | None = None
 
     def add(self, work: dist.Work, data: torch.Tensor) -> None:
         if self._works is None:
             self._works = queue.Queue()
-            threading.Thread(target=self._wait, args=[self._works], name="pipeloom-gloo", daemon=True).start()
+            threading.Thread(target=_wait_for_all, args=[self._works], name="pipeloom-gloo", daemon=True).start()
         self._works.put((work, data))
 
-    def flush(self) -> None:
-        if self._works is not None:
-            self._works.join()
-        if self._error is not None:
-            raise self._error
+    def flush(self, seconds: float) -> bool:
+        """Whether all sends are over, after so many seconds at most."""
+        if self._works is None:
+            return True
+        with self._works.all_tasks_done:
+            if self._works.unfinished_tasks:
+                self._works.all_tasks_done.wait(seconds)
+            return not self._works.unfinished_tasks
 
     def forget(self) -> None:
         """Leave sends that nobody will receive to their thread, which ends with them or with the group."""
-        if self._works is not None and self._works.unfinished_tasks:
+        if not self.flush(0):
             self.close()
-        self._error = None
 
     def close(self) -> None:
         if self._works is not None:
             self._works.put(None)
             self._works = None
 
-    def _wait(self, works: queue.Queue[tuple[dist.Work, torch.Tensor] | None]) -> None:
-        while (entry := works.get()) is not None:
-            try:
-                entry[0].wait()
-            except Exception as error:
-                if works is self._works:
-                    self._error = error
-            del entry
-            works.task_done()
+
+def _wait_for_all(works: queue.Queue[tuple[dist.Work, torch.Tensor] | None]) -> None:
+    while (entry := works.get()) is not None:
+        with contextlib.suppress(RuntimeError):
+            entry[0].wait()
+        del entry
+        works.task_done()
 
 
 def _private(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
