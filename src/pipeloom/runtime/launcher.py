@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from pipeloom.errors import PipeloomError, RankFailed
+from pipeloom.runtime.control import leave
 
 Args = TypeVarTuple("Args")
 
@@ -117,14 +118,18 @@ def _be_rank(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         _join(rank, ranks, listener, backend, datetime.timedelta(seconds=timeout))
         run()
+        leave()
         dist.destroy_process_group()
         status = 0
     except PipeloomError as error:
         print(f"rank {rank}: {error}", file=sys.stderr)
+        leave(error)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+        leave(error if status else None)
+    except BaseException as error:
         print(f"rank {rank}:\n{traceback.format_exc()}", end="", file=sys.stderr)
+        leave(error)
     finally:
         try:
             sys.stdout.flush()
