@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeloom.runtime.control import leave
+
 Body = Callable[[dist.ProcessGroup], None]
 
 
@@ -27,8 +29,8 @@ def run_ranks(
 ) -> None:
     """Run `body(group)` in `ranks` forked processes.
 
-    Fails with the tracebacks of those that raised, unless `statuses` says how they end; none of them outlives this. Rank
-    `forget` is not waited for, as it stops itself; it is killed once the others have ended.
+    Fails with the tracebacks of those that raised, unless `statuses` says how they end; none of them outlives this.
+    Rank `forget` is not waited for, as it stops itself; it is killed once the others have ended.
     """
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=_child, args=(rank, ranks, body, path), daemon=True) for rank in range(ranks)]
@@ -63,7 +65,8 @@ def _child(rank: int, ranks: int, body: Body, path: Path) -> None:
         assert group is not None
         body(group)
         status = 0
-    except BaseException:
+    except BaseException as error:
+        leave(error)
         (path / f"error{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
     finally:
         os._exit(status)

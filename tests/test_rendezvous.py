@@ -1,0 +1,135 @@
+"""Ranks find each other, on one host or several, and nobody else gets in."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import PeerFailed
+from pipeloom.runtime.control import Control
+from pipeloom.runtime.transport import connect
+from pipeloom.runtime.transport._rendezvous import _accept, _prove, meet
+from processes import run_ranks
+
+SECRET = b"the secret of the store"
+
+
+def meet_a(connecting: Callable[[socket.socket], None]) -> tuple[int, socket.socket] | None:
+    """What rank 0 of 3 makes of a connection on which `connecting` runs."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as other:
+        other.connect(listener.getsockname())
+        thread = threading.Thread(target=connecting, args=[other])
+        thread.start()
+        try:
+            return _accept(listener, SECRET, 0, 3)
+        finally:
+            thread.join()
+
+
+def refused(other: socket.socket, secret: bytes) -> None:
+    with pytest.raises(OSError, match=r"does not know the secret"):
+        _prove(other, secret, 2, 0)
+    other.close()
+
+
+def test_who_knows_the_secret_gets_in() -> None:
+    met = meet_a(lambda other: _prove(other, SECRET, 2, 0))
+    assert met is not None
+    met[1].close()
+    assert met[0] == 2
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        lambda other: refused(other, b"a guess"),
+        lambda other: other.close(),
+        lambda other: other.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(32)),
+        lambda other: _prove(other, SECRET, 0, 0),
+        lambda other: _prove(other, SECRET, 7, 0),
+    ],
+    ids=["another secret", "nothing", "another protocol", "this very rank", "no rank of the group"],
+)
+def test_strangers_do_not_get_in(stranger: Callable[[socket.socket], None]) -> None:
+    assert meet_a(stranger) is None
+
+
+@pytest.mark.parametrize("unix", [True, False])
+def test_all_ranks_meet(unix: bool, tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        for _ in range(2):
+            peers = meet(group, "test", unix=unix)
+            assert sorted(peers) == [rank for rank in range(4) if rank != group.rank()]
+            for rank, peer in peers.items():
+                assert peer.same_host == unix
+                peer.socket.sendall(bytes([group.rank(), rank]))
+            for rank, peer in peers.items():
+                assert peer.socket.recv(2, socket.MSG_WAITALL) == bytes([rank, group.rank()])
+            if not unix:
+                assert {peer.socket.getsockname()[0] for peer in peers.values()} == {"127.0.0.1"}
+
+    run_ranks(4, body, tmp_path)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces with addresses of their own, each as good as a host."""
+    names = [f"pipeloom-test-{os.getpid()}-{index}" for index in range(2)]
+    commands = [f"netns add {name}" for name in names]
+    commands += [f"link add veth netns {names[0]} type veth peer name veth netns {names[1]}"]
+    for index, name in enumerate(names):
+        commands += [f"-n {name} addr add 10.213.7.{index + 1}/24 dev veth", f"-n {name} link set veth up"]
+    try:
+        for command in commands:
+            if shutil.which("ip") is None or subprocess.run(["ip", *command.split()], capture_output=True).returncode:
+                pytest.skip("this machine does not let us make network namespaces")
+        yield names
+    finally:
+        if shutil.which("ip") is not None:
+            for name in names:
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def move_to(host: str) -> None:
+    clone_newnet = 0x40000000
+    with open(f"/run/netns/{host}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), clone_newnet) == 0
+
+
+def test_ranks_of_several_hosts_meet_over_tcp(hosts: list[str], tmp_path: Path) -> None:
+    """Ranks 0 and 1 are on one host and share memory, rank 2 is on another."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        move_to(hosts[rank // 2])
+        control = Control(group)
+        transport = connect(group, "local", watch=control)
+        for number in range(3):
+            control.begin({}, {})
+            transport.begin(control.number)
+            for other in {0, 1, 2} - {rank}:
+                transport.send(other, torch.full((3_000_000,), float(rank + number)))
+            for other in {0, 1, 2} - {rank}:
+                received = transport.receive(other).wait()
+                assert isinstance(received, torch.Tensor)
+                assert torch.equal(received, torch.full((3_000_000,), float(other + number)))
+            transport.flush()
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), 9)
+        with pytest.raises(PeerFailed, match=r"rank 2 on .*: its process ended"):
+            transport.receive(1 - rank).wait()
+        transport.close()
+        control.close()
+
+    run_ranks(3, body, tmp_path, statuses={2: -9})
