@@ -100,6 +100,8 @@ class Pipeline:
         self._replicas.later = self._ties.copies()
         self._run: Run | None = None
         self._loss: Tensor | None = None
+        self._empty: list[nn.Parameter] = []
+        """Parameters that had no gradient before the last step."""
         self._failed_with_gradients = False
 
     @property
@@ -222,8 +224,7 @@ class Pipeline:
         keep: bool,
         reduce: bool,
     ) -> Any:
-        parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
-        empty = [parameter for parameter in parameters if parameter.grad is None]
+        self._empty = [parameter for parameter in self._parameters() if parameter.grad is None]
         if scaler is not None:
             scaler.scale(torch.ones((), device=self._device))  # it must know its device on every rank
         self._ties.begin()
@@ -235,11 +236,27 @@ class Pipeline:
                 self._ties.finish()
         except BaseException:
             self._ties.abort()
-            for parameter in empty:
-                parameter.grad = None
-            self._failed_with_gradients = len(empty) < len(parameters)
+            self._forget_step()
             raise
         return output
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for module in self._modules.values() for parameter in module.parameters())
+
+    def _forget_step(self) -> None:
+        """Gradients that were None before the last step are None again; whether others were held is remembered."""
+        for parameter in self._empty:
+            parameter.grad = None
+        self._empty = []
+        self._failed_with_gradients = any(parameter.grad is not None for parameter in self._parameters())
+
+    def _gather(self) -> None:
+        """Wait for all ranks; if the last step failed elsewhere, it fails here too."""
+        try:
+            self._team.gather()
+        except BaseException:
+            self._forget_step()
+            raise
 
     @contextmanager
     def _together(
@@ -327,7 +344,7 @@ class Pipeline:
         source = self.schedule.placement[self.schedule.wiring.stages - 1]
         value = self._loss if self._loss is not None else torch.zeros(())
         value = value.to(device=self._device, dtype=torch.float32)
-        self._team.gather()
+        self._gather()
         if self._group:
             dist.broadcast(value, group=self._group, group_src=source)
         return value
@@ -338,7 +355,7 @@ class Pipeline:
         Returns:
             The norm before, over all stages: that of the parameters' own norms in the order of the model.
         """
-        self._team.gather()
+        self._gather()
         return norms.clip_grad_norm_(
             self._modules, self.schedule.stages, max_norm, self._group, uncounted=self._ties.uncounted()
         )
@@ -400,8 +417,7 @@ class Pipeline:
     def _refuse_leftovers(self) -> None:
         if not self._failed_with_gradients:
             return
-        parameters = (parameter for module in self._modules.values() for parameter in module.parameters())
-        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
+        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters()):
             raise PipelineError(
                 "a step failed while gradients of earlier steps were held, and they may hold parts of it; "
                 "clear them first: optimizer.zero_grad()"

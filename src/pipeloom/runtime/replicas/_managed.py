@@ -1,0 +1,172 @@
+"""What `fully_shard` and `replicate` manage inside a stage: the rows say when, and this has it done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from pipeloom.runtime.replicas._average import local
+
+
+class Managed:
+    """The parameters of one stage's `module` that FSDP manages.
+
+    FSDP gathers, drops and reduces by itself, in hooks of forward and backward. During a walk it is told not to;
+    between two walks the weights are sharded. Gradients collect in the gathered weights until they are reduced, over
+    several steps if need be. FSDP cannot see that such a gradient is to be forgotten; so the sharded weight, which the
+    optimizer knows, has zeros for it, and when somebody clears these it is forgotten.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        self._states: list[FSDPState] = list(dict.fromkeys(each._get_fsdp_state() for each in self._modules))
+        self._handles: list[object] = []
+        self._kept: list[tuple[FSDPParam, Tensor, int]] = []
+        """Parameters whose gradient of earlier steps is not reduced, with what stands for it and that one's version."""
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    @property
+    def shards(self) -> bool:
+        """Whether weights are sharded; `replicate` keeps them whole, but wants the same to be done."""
+        return bool(self._modules)
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """The groups whose product are the replicas; those of the parameters that have the most."""
+        return max((_process_groups(group) for group in self._groups()), key=_size, default=[])
+
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters as the optimizer knows them."""
+        return {param.sharded_param for param in self._params()}
+
+    def begin(self) -> None:
+        """Before a walk: weights are sharded, and FSDP does nothing of its own accord."""
+        for state in self._states:
+            state._lazy_init()
+            state._comm_ctx.post_forward_order.clear()
+        for group in self._groups():
+            group._post_forward_indices.clear()
+        self._set(reduces=False)
+        for module in self._modules:
+            module.reshard()
+
+    def forget_cleared(self) -> None:
+        """Before a step: forget gradients that wait for being reduced and were cleared since."""
+        for param, stand_in, version in self._kept:
+            if param.sharded_param.grad is not stand_in or local(stand_in)._version != version:
+                _forget(param)
+        self._kept = []
+
+    def gather(self) -> None:
+        """UNSHARD: begin to gather the weights."""
+        self._handles = [module.unshard(async_op=True) for module in self._modules]
+
+    def gathered(self) -> None:
+        """Wait until the weights are there."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()  # type: ignore[attr-defined]
+
+    def drop(self) -> None:
+        """RESHARD: let go of the gathered weights."""
+        self.gathered()
+        for module in self._modules:
+            module.reshard()
+
+    def reduce(self) -> None:
+        """REDUCE_GRAD: the mean of the gradients over replicas is added to the sharded weights' own."""
+        self._fill_in_unused()
+        self._set(reduces=True)
+        for state in self._states:
+            if state._is_root:
+                state._root_post_backward_final_callback()
+
+    def keep(self) -> None:
+        """After a step that does not reduce: what its gradients are marked with in the sharded weights."""
+        for param in self._params():
+            if _has_gradient(param):
+                sharded = param.sharded_param
+                if sharded.grad is None:
+                    sharded.grad = torch.zeros_like(sharded)
+                self._kept.append((param, sharded.grad, local(sharded.grad)._version))
+
+    def abort(self) -> None:
+        """After a walk that failed: nothing is under way, and weights are sharded."""
+        self._handles = []
+        for group in self._groups():
+            if group.device.type == "cpu":
+                group._all_gather_result = None  # waiting for it might take for ever
+        for state in self._states:
+            if state._is_root:
+                state._reset_iter_state()
+
+    def forget(self) -> None:
+        """Forget the gradients that are not reduced."""
+        self._kept = []
+        for param in self._params():
+            _forget(param)
+
+    def _set(self, *, reduces: bool) -> None:
+        for module in self._modules:
+            module.set_is_last_backward(reduces)
+            module.set_requires_gradient_sync(reduces, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+            if all(isinstance(group.mesh_info, FSDPMeshInfo) for group in module._get_fsdp_state()._fsdp_param_groups):
+                module.set_reshard_after_forward(False, recurse=False)
+
+    def _groups(self) -> Iterator[FSDPParamGroup]:
+        for state in self._states:
+            yield from state._fsdp_param_groups
+
+    def _params(self) -> Iterator[FSDPParam]:
+        for group in self._groups():
+            yield from group.fsdp_params
+
+    def _fill_in_unused(self) -> None:
+        """Where only some replicas have a gradient, the others get zeros, so that all reduce the same ones."""
+        for group in self._groups():
+            params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+            if not params:
+                continue
+            present = [_has_gradient(param) for param in params]
+            anywhere = torch.tensor(present, dtype=torch.int32, device=group.device)
+            for each in _process_groups(group):
+                dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=each)
+            if not all(present):
+                for param, has, used in zip(params, present, anywhere.tolist(), strict=True):
+                    if used and not has:
+                        param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+
+
+def _process_groups(group: FSDPParamGroup) -> list[dist.ProcessGroup]:
+    mesh = group.mesh_info
+    found = [mesh.shard_process_group] if isinstance(mesh, FSDPMeshInfo) else []
+    return [*found, mesh.replicate_process_group] if isinstance(mesh, DDPMeshInfo) else found
+
+
+def _size(groups: list[dist.ProcessGroup]) -> int:
+    size = 1
+    for group in groups:
+        size *= group.size()
+    return size
+
+
+def _has_gradient(param: FSDPParam) -> bool:
+    if param.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
+
+
+def _forget(param: FSDPParam) -> None:
+    param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
