@@ -91,6 +91,8 @@ class _Simulation:
         """The event of each receive."""
         self.free: dict[tuple[int, int], float] = {}
         """When the last message from one rank to another has left."""
+        self.gated = schedule.shards or schedule.wiring.pieces > 1 or schedule.wiring.copies > 1
+        """Whether actions wait for more than their values, or microbatches for stages of their copy."""
         self.gathered: dict[int, float] = {}
         """When the weights of a stage are there."""
         self.missing = -1
@@ -118,7 +120,7 @@ class _Simulation:
         microbatches, first_message = self.schedule.microbatches, self.values.size
         sent, posted, free = self.sent, self.posted, self.free
         eager = self.receives == "eager"
-        gated = self.schedule.shards or self.values.pieces > 1 or self.schedule.wiring.copies > 1
+        gated = self.gated
         forward, backward_input, backward_weight, backward = Kind.F, Kind.I, Kind.W, Kind.B
         receive_forward, receive_backward = Kind.RECV_F, Kind.RECV_B
         runnable = list(range(len(ranks) - 1, -1, -1))
@@ -301,9 +303,10 @@ class _Simulation:
         """When a part of a composite may start; `missing` is set where it may not yet."""
         if not 0 <= part.microbatch < self.schedule.microbatches:
             raise _Unrunnable
-        start = self.gate(part.stage, part.kind, part.microbatch, entry[2], start)
-        if start < 0.0:
-            return start
+        if self.gated:
+            start = self.gate(part.stage, part.kind, part.microbatch, entry[2], start)
+            if start < 0.0:
+                return start
         for base, delay in entry[1]:
             time = self.slots[base + part.microbatch]
             if time < 0.0:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from pipeloom.action import BACKWARD, Action, Kind
-from pipeloom.costs import Costs
-from pipeloom.schedule import Schedule
 
 Ran = tuple[float, float, Action]
 """An action, from its start to its end."""
@@ -30,14 +29,12 @@ def activations(row: Iterable[Ran], trains: bool) -> int:
     return int(peak)
 
 
-def memory(schedule: Schedule, row: Iterable[Ran], costs: Costs, rank: int, start: float) -> list[tuple[float, float]]:
-    """The memory that `rank` holds, as (time, memory from then on)."""
-    table = costs.table(schedule.wiring)
-    stages = schedule.stages_of(rank)
+def memory(
+    row: Iterable[Ran], table: Mapping[str, Sequence[float]], stages: Iterable[int], trains: bool, start: float
+) -> list[tuple[float, float]]:
+    """The memory that a rank with `stages` holds, as (time, memory from then on), from `start` on."""
     held = sum(table["weights"][stage] + table["optimizer_state"][stage] for stage in stages)
-    trains = schedule.trains
-    if schedule.shards:
-        row = sorted(row, key=lambda ran: ran[0])
+    row = sorted(row, key=itemgetter(0))  # collectives start when those before them are done, others when they can
     with_gradients: set[int] = set()
 
     def changes() -> Iterable[tuple[float, float, float, float]]:

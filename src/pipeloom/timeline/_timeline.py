@@ -224,26 +224,32 @@ class Timeline:
 
         One more with each F, one less when its B or W is done; where there is no backward, when F is.
         """
-        return [activations(row, self.schedule.trains) for row in self._computing()]
+        return [activations(self._computing(rank), self._trains) for rank in range(self.schedule.ranks)]
 
     def memory_curve(self, rank: int) -> list[tuple[float, float]]:
         """The memory of `rank` as (time, memory from then on), first at the timeline's start."""
-        return memory(self.schedule, self._computing()[rank], self.costs, rank, self.start)
+        return memory(self._computing(rank), self._table, self.schedule.stages_of(rank), self._trains, self.start)
 
     @cached_property
     def peak_memory(self) -> list[float]:
         """For each rank, the most memory it holds."""
         return [max(size for _, size in self.memory_curve(rank)) for rank in range(self.schedule.ranks)]
 
-    def _computing(self) -> list[list[tuple[float, float, Action]]]:
-        """For each rank the (start, end, action) of its events, messages and the optimizer's step left out."""
+    @cached_property
+    def _trains(self) -> bool:
+        return self.schedule.trains
+
+    @cached_property
+    def _table(self) -> dict[str, list[float]]:
+        return self.costs.table(self.schedule.wiring)
+
+    def _computing(self, rank: int) -> list[tuple[float, float, Action]]:
+        """The (start, end, action) of the events of `rank`, messages and the optimizer's step left out."""
+        row = zip(self.starts[rank], self.ends[rank], self.actions[rank], strict=True)
         return [
-            [
-                (start, end, action)
-                for action, start, end in zip(row, starts, ends, strict=True)
-                if action is not None and action.kind not in COMMUNICATION
-            ]
-            for row, starts, ends in zip(self.actions, self.starts, self.ends, strict=True)
+            (start, end, action)
+            for start, end, action in row
+            if action is not None and action.kind not in COMMUNICATION
         ]
 
     def to_json(self) -> str:
@@ -286,10 +292,11 @@ class Events(Sequence[Event]):
     def __getitem__(self, index: int | slice) -> Event | list[Event]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} events, got number {index}")
-        index %= len(self)
         timeline = self._timeline
+        count = timeline.offsets[-1]
+        if not -count <= index < count:
+            raise IndexError(f"there are {count} events, got number {index}")
+        index %= count
         rank = bisect_right(timeline.offsets, index) - 1
         at = index - timeline.offsets[rank]
         action = timeline.actions[rank][at]
