@@ -13,36 +13,64 @@ def lower_bound(task: Task) -> float:
     A rank works, and it idles. From its first forward until the first gradient is back it can run only as many forwards
     as it has room for. From the start of its last forward on it can run only the backwards of what it then holds, while
     that forward's microbatch goes down the pipeline and up again. Where a rank cannot hold all microbatches at once,
-    the two stretches are apart and their idle times add up. A makespan has besides the way of the first microbatch to
-    the rank, and where backwards are whole the way of the last one back.
+    the two stretches are apart and their idle times add up.
+
+    Before its last gradient leaves, a rank has run all forwards, all gradients for inputs, and the W's without which
+    it had not had the room. A rank before it starts earlier by the way of the first microbatch, and ends later by the
+    way of the last gradient.
     """
-    return max(_rank_bound(task, rank) for rank, stages in enumerate(task.stages_of) if stages)
+    ranks = [_Rank(task, stages) for stages in task.stages_of if stages]
+    bounds = [rank.span + (rank.way if task.objective == "makespan" else 0.0) for rank in ranks]
+    for first in [0] if task.objective == "makespan" else [rank.stages[0] for rank in ranks]:
+        for rank in ranks:
+            if rank.stages[0] >= first:
+                there_and_back = _between(task, first, rank.stages[0])
+                bounds.append(there_and_back + rank.until_last_gradient + task.weights[first])
+    return max(bounds)
 
 
-def _rank_bound(task: Task, rank: int) -> float:
-    stages = task.stages_of[rank]
-    first, last = stages[0], stages[-1]
-    forward, backward, weights = task.table["F"], task.backward, task.weights
-    microbatches = task.microbatches
-    work = microbatches * sum(forward[stage] + backward[stage] + weights[stage] for stage in stages)
-    total = microbatches * len(stages)
-    smallest = min(task.table["activation"][stage] for stage in stages)
-    held = total if smallest <= 0 else min(total, math.floor(task.room[rank] / smallest * (1 + ROUNDING) + ROUNDING))
+class _Rank:
+    """What holds for one rank: the least span, and the least time from its first start to its last gradient."""
 
-    down = _down(task, first)
-    start = down + _up(task, last)
-    filled = _largest([forward[stage] for stage in stages], microbatches, held) + backward[last]
-    idle_first = max(0.0, start - filled)
-    end = _down(task, last) + _up(task, first) + weights[first]
-    emptied = forward[last] + _largest([backward[stage] + weights[stage] for stage in stages], microbatches, held)
-    idle_last = max(0.0, end - emptied)
-    span = work + (idle_first + idle_last if total > held else max(idle_first, idle_last))
-    span = max(span, down + _up(task, first) + weights[first])
-    if task.objective == "span":
-        return span
-    way = sum(forward[stage] + task.forward_latency[stage] for stage in range(first))
-    back = 0.0 if task.splits else sum(backward[stage] + task.backward_latency[stage] for stage in range(first))
-    return way + span + back
+    def __init__(self, task: Task, stages: list[int]) -> None:
+        self.stages = stages
+        first, last = stages[0], stages[-1]
+        forward, backward, weights = task.table["F"], task.backward, task.weights
+        microbatches, total = task.microbatches, task.microbatches * len(stages)
+        both = [forward[stage] + backward[stage] for stage in stages]
+        held = _most_held(task, stages, total)
+
+        filled = _most([forward[stage] for stage in stages], microbatches, held) + backward[last]
+        idle_first = max(0.0, _down(task, first) + _up(task, last) - filled)
+        emptied = forward[last] + _most([backward[stage] + weights[stage] for stage in stages], microbatches, held)
+        idle_last = max(0.0, _down(task, last) + _up(task, first) + weights[first] - emptied)
+        idle = idle_first + idle_last if total > held else max(idle_first, idle_last)
+
+        self.way = sum(forward[stage] + task.forward_latency[stage] for stage in range(first))
+        work = microbatches * sum(both)
+        self.span = max(
+            work + microbatches * sum(weights[stage] for stage in stages) + idle,
+            _down(task, first) + _up(task, first) + weights[first],
+        )
+        forced = -_most([-weights[stage] for stage in stages], microbatches, total - held)
+        self.until_last_gradient = work + forced + idle_first
+
+
+def _most_held(task: Task, stages: list[int], total: int) -> int:
+    """How many activations the rank with these stages has room for, of `total`."""
+    smallest = min(task.table["activation"][stage] - task.table["activation_at_I"][stage] for stage in stages)
+    if smallest <= 0:
+        return total
+    room = task.room[task.placement[stages[0]]]
+    return min(total, math.floor(room / smallest * (1 + ROUNDING) + ROUNDING))
+
+
+def _between(task: Task, first: int, second: int) -> float:
+    """How long the way forward from one stage to a later one takes, and the way backward; the later one left out."""
+    return sum(
+        task.table["F"][stage] + task.forward_latency[stage] + task.backward[stage] + task.backward_latency[stage]
+        for stage in range(first, second)
+    )
 
 
 def _down(task: Task, stage: int) -> float:
@@ -56,8 +84,8 @@ def _up(task: Task, stage: int) -> float:
     return sum(task.backward[at] + task.backward_latency[at] for at in range(stage, task.stages))
 
 
-def _largest(times: list[float], microbatches: int, count: int) -> float:
-    """The sum of the `count` largest times, each of which there is once a microbatch."""
+def _most(times: list[float], microbatches: int, count: int) -> float:
+    """The largest sum of `count` times, each of which there is once a microbatch."""
     found = 0.0
     for time in sorted(times, reverse=True):
         taken = min(count, microbatches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -16,18 +17,29 @@ from pipeloom.searcher._task import ROUNDING, Task
 class Taste:
     """What a rank prefers."""
 
-    forward_first: bool
-    """Whether a forward comes before a backward that is ready too."""
+    turns: bool
+    """Whether after a backward a forward comes first; otherwise backwards come first always."""
+    makes_room: bool
+    """Whether a W is run at once where a forward would come first but for memory."""
     deep_forward: bool
     """Whether the forward of the later stage comes first."""
     patience: float
-    """A W is left for later if what arrives before this share of it is done could run instead."""
-    turns: bool
-    """Whether a rank that has just run a backward prefers a forward, and the other way round."""
+    """A W waits for what arrives before this share of it would be done."""
+    heed: float
+    """A forward waits for a backward that arrives before this share of it would be done."""
+    lead: float
+    """How far a stage runs ahead of the next one on its rank: this share of what just keeps the rank busy."""
 
 
 TASTES = tuple(
-    Taste(*each) for each in product((False, True), (True, False), (0.0, 0.5, 1.0), (False, True)) if not all(each[::3])
+    Taste(turns, makes_room, deep, patience, heed, lead)
+    for lead, patience, heed, deep, (turns, makes_room) in product(
+        (1.0, 1.25, math.inf),
+        (0.5, 0.0, 1.0),
+        (0.5, 0.0, 1.0),
+        (True, False),
+        ((True, True), (False, False), (True, False), (False, True)),
+    )
 )
 
 
@@ -54,9 +66,20 @@ class _Greedy:
         """How many I's have ended, by stage."""
         self.events: list[tuple[float, int, int, Kind, int]] = []
         """Time; 0 for the end of an action, 1 for an arrival; rank; kind; stage."""
-        self.coming: list[list[float]] = [[] for _ in task.room]
-        """When something arrives at each rank, soonest first."""
+        self.coming: dict[Kind, list[list[float]]] = {kind: [[] for _ in task.room] for kind in (Kind.F, Kind.I)}
+        """When forwards and backwards arrive at each rank, those whose inputs are being made too, soonest first."""
+        self.ahead = [self.limit(stage) for stage in range(stages)]
+        """For each stage the next one on its rank, and by how many microbatches it may be ahead of that."""
         self.time = {Kind.F: task.table["F"], Kind.I: task.backward, Kind.W: task.weights}
+
+    def limit(self, stage: int) -> tuple[int | None, float]:
+        following = next((each for each in self.task.stages_of[self.task.placement[stage]] if each > stage), None)
+        if following is None:
+            return None, math.inf
+        forward = self.task.table["F"]
+        way = sum(forward[at] + self.task.forward_latency[at] for at in range(stage, following))
+        most = self.taste.lead * way / forward[stage] if forward[stage] else math.inf
+        return following, most if most == math.inf else max(1, math.floor(most))
 
     def run(self) -> list[list[Action]]:
         ranks = set(range(self.task.ranks))
@@ -73,10 +96,10 @@ class _Greedy:
                 _, what, rank, kind, stage = heappop(self.events)
                 ranks.add(rank)
                 if what == 0:
-                    self.end(rank, kind, stage, now)
+                    self.end(rank, kind, stage)
                 else:
                     self.arrived[kind][stage] += 1
-                    heappop(self.coming[rank])
+                    heappop(self.coming[kind][rank])
 
     def start(self, rank: int, now: float) -> None:
         """Let a free rank begin what it likes best, if anything."""
@@ -90,58 +113,66 @@ class _Greedy:
         if kind is Kind.F:
             self.held[rank] += self.task.table["activation"][stage]
         self.free[rank] = False
-        heappush(self.events, (now + self.time[kind][stage], 0, rank, kind, stage))
-
-    def end(self, rank: int, kind: Kind, stage: int, now: float) -> None:
-        """Free the rank, release memory, and send on what was made."""
-        self.free[rank] = True
+        end = now + self.time[kind][stage]
+        heappush(self.events, (end, 0, rank, kind, stage))
         task = self.task
-        if kind is Kind.F:
-            if stage + 1 < task.stages:
-                self.send(Kind.F, stage + 1, now + task.forward_latency[stage])
-            else:
-                self.arrived[Kind.I][stage] += 1
-        elif kind is Kind.I:
-            self.ended[stage] += 1
-            release = task.table["activation_at_I" if task.splits else "activation"][stage]
-            self.held[rank] -= release
-            if stage:
-                self.send(Kind.I, stage - 1, now + task.backward_latency[stage - 1])
-        else:
-            self.held[rank] -= task.table["activation"][stage] - task.table["activation_at_I"][stage]
+        if kind is Kind.F and stage + 1 < task.stages:
+            self.send(Kind.F, stage + 1, end + task.forward_latency[stage])
+        elif kind is Kind.I and stage:
+            self.send(Kind.I, stage - 1, end + task.backward_latency[stage - 1])
 
     def send(self, kind: Kind, stage: int, at: float) -> None:
+        """Let the input of a stage arrive at a time to come."""
         rank = self.task.placement[stage]
         heappush(self.events, (at, 1, rank, kind, stage))
-        heappush(self.coming[rank], at)
+        heappush(self.coming[kind][rank], at)
+
+    def end(self, rank: int, kind: Kind, stage: int) -> None:
+        """Free the rank, and the memory that the action releases."""
+        self.free[rank] = True
+        table = self.task.table
+        if kind is Kind.F:
+            self.arrived[Kind.I][stage] += stage + 1 == self.task.stages
+        elif kind is Kind.I:
+            self.ended[stage] += 1
+            self.held[rank] -= table["activation_at_I" if self.task.splits else "activation"][stage]
+        else:
+            self.held[rank] -= table["activation"][stage] - table["activation_at_I"][stage]
 
     def choice(self, rank: int, now: float) -> tuple[Kind, int] | None:
         """The kind and stage that the rank likes best among what is ready; None to wait."""
         stages = self.task.stages_of[rank]
+        order = list(reversed(stages)) if self.taste.deep_forward else stages
+        waiting = [stage for stage in order if self.done[Kind.F][stage] < self.arrived[Kind.F][stage]]
+        forward = next((stage for stage in waiting if self.is_safe(rank, stage)), None)
         backward = next((s for s in reversed(stages) if self.done[Kind.I][s] < self.arrived[Kind.I][s]), None)
-        order = reversed(stages) if self.taste.deep_forward else stages
-        forward = next(
-            (s for s in order if self.done[Kind.F][s] < self.arrived[Kind.F][s] and self.is_safe(rank, s)), None
-        )
-        if forward is not None and (backward is None or self.prefers_forward(rank)):
+        weights = next((s for s in reversed(stages) if self.done[Kind.W][s] < self.ended[s]), None)
+        if not self.task.splits:
+            weights = None
+        forward_first = self.taste.turns and self.last(rank) is not Kind.F
+        if forward is not None and (forward_first or (backward is None and not self.heeds(rank, forward, now))):
             return Kind.F, forward
+        blocked = waiting and forward is None and (forward_first or not self.taste.turns)
+        if blocked and self.taste.makes_room and weights is not None:
+            return Kind.W, weights
         if backward is not None:
             return Kind.I, backward
-        if not self.task.splits:
-            return None
-        weights = next((s for s in reversed(stages) if self.done[Kind.W][s] < self.ended[s]), None)
         if weights is None:
             return None
         soon = now + self.taste.patience * self.time[Kind.W][weights]
-        if self.taste.patience and self.coming[rank] and self.coming[rank][0] < soon and not self.is_full(rank):
+        arrivals = (each[rank][0] for each in self.coming.values() if each[rank])
+        if self.taste.patience and min(arrivals, default=soon) < soon and not self.is_full(rank):
             return None
         return Kind.W, weights
 
-    def prefers_forward(self, rank: int) -> bool:
-        if not self.taste.turns:
-            return self.taste.forward_first
-        last = next((cell.kind for cell in reversed(self.rows[rank][-2:]) if cell.kind is not Kind.W), None)
-        return last is not Kind.F
+    def heeds(self, rank: int, forward: int, now: float) -> bool:
+        """Whether a forward waits for a backward that is to arrive."""
+        coming = self.coming[Kind.I][rank]
+        return bool(coming) and coming[0] < now + self.taste.heed * self.time[Kind.F][forward]
+
+    def last(self, rank: int) -> Kind | None:
+        """What the rank ran last, W's aside."""
+        return next((cell.kind for cell in reversed(self.rows[rank][-3:]) if cell.kind is not Kind.W), None)
 
     def is_full(self, rank: int) -> bool:
         """Whether the rank has no room for a forward of any of its stages."""
@@ -153,11 +184,18 @@ class _Greedy:
 
         The oldest one can then always be finished, which makes room for the next.
         """
+        if self.done[Kind.F][stage] >= self.leading(stage):
+            return False
         activation = self.task.table["activation"]
         stages = self.task.stages_of[rank]
         oldest = min(self.released(s) for s in stages)
         needed = sum(activation[s] for s in stages if s != stage and self.done[Kind.F][s] <= oldest)
         return self.held[rank] + activation[stage] + needed <= self.room(rank)
+
+    def leading(self, stage: int) -> float:
+        """How many forwards of a stage may have been started now."""
+        following, most = self.ahead[stage]
+        return math.inf if following is None else self.done[Kind.F][following] + most
 
     def released(self, stage: int) -> int:
         """How many microbatches of a stage hold nothing any more, or will not once what runs is done."""
