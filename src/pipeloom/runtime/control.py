@@ -125,6 +125,19 @@ class Control:
             self.fail(error)
             raise error
 
+    def _torn(self, failure: _Failure) -> _Failure:
+        """What a failure becomes of a step that was finished here: what followed may have made ranks differ."""
+        reason = (
+            f"this was in step {failure.number}, which rank {self.rank} had finished by then, so that it may hold other "
+            "parameters now than the ranks that failed; no step can follow. Load a checkpoint into a new pipeline. To "
+            "hear of a failure before you use the gradients, call pipe.loss() or clip_grad_norm_ after each step"
+        )
+        key = "disagreement" if "disagreement" in failure.error else "cause"
+        torn = _Failure(None, {**failure.error, key: f"{failure.error[key]!s}; {reason}"})
+        self._failures.remove(failure)
+        self._fail(torn)
+        return torn
+
     def value(self, rank: int, name: str) -> Plain:
         """What `rank` said as `name` in this step's hello, waiting for it if need be.
 
@@ -193,6 +206,8 @@ class Control:
             if known is None:
                 line = self._lines[rank]
                 known = self._add(_Failure(None, _lost(line, _LEFT if line.left else _ENDED)))
+            if known.number is not None and known.number < self.number:
+                known = self._torn(known)
             if "disagreement" in known.error and not known.heard:
                 # Once all have said hello, all say the same.
                 self._changed.wait_for(lambda: len(self._hellos[self.number]) > len(self._lines), _TELLING / 2)

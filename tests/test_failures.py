@@ -1,0 +1,123 @@
+"""Failures of whole pipelines: everybody hears of them, soon, and the next step is right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import WIDTH
+from pipeloom.errors import PeerFailed
+from processes import run_ranks
+from soak import BoomError, case, run
+from test_pipeline import make, square
+
+SEEDS = int(os.environ.get("PIPELOOM_BREAKS", "8"))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_random_break(seed: int) -> None:
+    """More of these: python tests/soak.py."""
+    start = int(os.environ.get("PIPELOOM_BREAKS_SEED", str(os.getpid() * 1000)))
+    broken = case(start + seed)
+    wrong = run(broken)
+    assert not wrong, f"seed {start + seed}: {broken}: {wrong}"
+
+
+class Late(nn.Module):
+    """Raises in the last backward of its second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.linear(x)
+        if self.calls == 4:
+            result.register_hook(_raise)
+        return result
+
+
+def _raise(_: Tensor) -> Tensor:
+    raise BoomError("too late")
+
+
+def test_a_step_that_failed_after_some_had_finished_it_ends_all(tmp_path: Path) -> None:
+    """Parameters may differ by then, so nothing goes on as if they were equal."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        module = Late() if rank == 0 else nn.Linear(WIDTH, WIDTH)
+        pipe = pl.Pipeline([pl.Stage(module, rank)], make("1F1B", 2, 2), loss_fn=square)
+        x = torch.ones(4, WIDTH)
+
+        def step() -> None:
+            pipe.step(*([x] if pipe.first else []), target=x if pipe.last else None)
+
+        step()
+        if rank == 0:
+            with pytest.raises(BoomError):
+                step()
+        else:
+            step()
+        for _ in range(2):
+            module.zero_grad()
+            with pytest.raises(PeerFailed, match=r"too late(.|\n)*rank 1 had finished by then") as caught:
+                step()
+            assert "no step can follow" in str(caught.value)
+
+    run_ranks(2, body, tmp_path)
+
+
+def test_losses_wait_for_all_and_so_hear_of_it(tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        module = Late() if rank == 0 else nn.Linear(WIDTH, WIDTH)
+        pipe = pl.Pipeline([pl.Stage(module, rank)], make("1F1B", 2, 2), loss_fn=square)
+        x = torch.ones(4, WIDTH)
+
+        def step() -> None:
+            pipe.step(*([x] if pipe.first else []), target=x if pipe.last else None)
+            pipe.clip_grad_norm_(1.0)
+
+        step()
+        module.zero_grad()
+        with pytest.raises(BoomError if rank == 0 else PeerFailed, match="too late"):
+            step()
+        assert all(parameter.grad is None for parameter in module.parameters())
+        step()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        pipe.close()
+
+    run_ranks(2, body, tmp_path)
+
+
+def test_an_error_shows_a_few_rows_only(tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        module = Late() if rank == 0 else nn.Linear(WIDTH, WIDTH)
+        pipe = pl.Pipeline([pl.Stage(module, rank)], make("GPipe", 2, 32), loss_fn=square)
+        x = torch.ones(32, WIDTH)
+
+        def step() -> None:
+            pipe.step(*([x] if pipe.first else []), target=x if pipe.last else None)
+            pipe.loss()
+
+        with pytest.raises(BoomError if rank == 0 else PeerFailed) as caught:
+            step()
+        if rank == 1:
+            assert isinstance(caught.value, PeerFailed)
+            assert (caught.value.rank, caught.value.stage, caught.value.microbatch) == (0, 0, 3)
+            assert caught.value.action == "0B3"
+            assert "[0B3]" in caught.value.rows
+            assert len(caught.value.rows.splitlines()) <= 3
+            assert len(str(caught.value).splitlines()) < 80
+
+    run_ranks(2, body, tmp_path)
