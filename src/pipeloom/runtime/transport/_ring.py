@@ -7,7 +7,6 @@ order the bytes on any processor, and to wait is to poll.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 
 from pipeloom.runtime.transport._link import Run
 
-RING = 4 << 20
+RING = 8 << 20
 """Bytes of one direction. Memory is taken only as it is used."""
 CHUNK = 1 << 20
 """After so many bytes the reader is told, so that it copies while the writer does."""
@@ -82,9 +81,12 @@ class Ring:
             done = 0
             while done < count:
                 step = count - done
-                if step > self._free:
-                    self._look_for_space()
-                step = min(step, self._free, RING - self._write_at, CHUNK)
+                if step > CHUNK:
+                    step = CHUNK
+                if step > self._free and step > self._look_for_space():
+                    step = self._free
+                if step > RING - self._write_at:
+                    step = RING - self._write_at
                 if not step:
                     break
                 rest = source if not done else source + done if isinstance(source, int) else source[done:]
@@ -103,9 +105,12 @@ class Ring:
             os.eventfd_write(self._put, untold)
         return total
 
-    def _look_for_space(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+    def _look_for_space(self) -> int:
+        try:  # noqa: SIM105 - suppress() would take longer than the read
             self._free += os.eventfd_read(self._space)
+        except BlockingIOError:
+            pass
+        return self._free
 
     def give(self, address: int, count: int) -> int:
         step = min(count, self._filled, RING - self._read_at)
@@ -128,8 +133,10 @@ class Ring:
             self._owed = 0
 
     def refill(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
+        try:  # noqa: SIM105
             self._filled += os.eventfd_read(self.readable)
+        except BlockingIOError:
+            pass
         return self._filled > 0
 
     def close(self) -> None:
