@@ -1,6 +1,7 @@
 """Save a pipeline under the names of the whole model, and load it whatever the number of ranks."""
 
+from pipeloom.checkpoints._files import saved
 from pipeloom.checkpoints._load import load
 from pipeloom.checkpoints._save import save
 
-__all__ = ["load", "save"]
+__all__ = ["load", "save", "saved"]

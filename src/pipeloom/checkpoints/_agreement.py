@@ -50,7 +50,10 @@ class Agreement:
         Raises:
             CheckpointError: an attempt of some rank has failed; with all that failed, the same on every rank.
         """
-        shared = self._gather([self._mistakes, value])
+        try:
+            shared = self._gather([self._mistakes, value])
+        except RuntimeError as error:
+            raise CheckpointError(self._path, self._doing, [f"another rank has gone: {error}"]) from error
         self.refuse(mistake for mistakes, _ in shared for mistake in mistakes)
         return [each for _, each in shared]
 

@@ -131,6 +131,11 @@ def commit(path: Path, directory: str, content: Mapping[str, Any]) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
+def saved(path: Path) -> bool:
+    """Whether anything was ever saved to `path`."""
+    return (path / _MANIFEST).exists()
+
+
 def manifest(path: Path) -> dict[str, Any]:
     """What `commit` wrote to `path`.
 

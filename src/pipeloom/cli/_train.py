@@ -61,6 +61,19 @@ def train(
         float, typer.Option(help="The norm to which the whole model's gradient is clipped.")
     ] = _DEFAULT.optimizer.clip,
     seed: Annotated[int, typer.Option(help="What weights and the order of the text are drawn from.")] = _DEFAULT.seed,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", help="Save the run to this directory, in place of what it saved before."),
+    ] = _DEFAULT.checkpoint,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="After how many steps to save; the last is always saved.")
+    ] = _DEFAULT.checkpoint_every,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what --checkpoint holds, if it holds anything yet.")
+    ] = _DEFAULT.resume,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often to start the ranks again after one has failed, and go on from --checkpoint.")
+    ] = _DEFAULT.max_restarts,
     metrics: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write metrics as JSON lines to this file; - is standard output."),
@@ -81,6 +94,10 @@ def train(
         data=data,
         metrics=metrics,
         seed=seed,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        max_restarts=max_restarts,
     )
     try:
         _run(config, *_understood(config, schedule, ranks, microbatches, stages_per_rank))
@@ -113,6 +130,8 @@ def _understood(
         mistakes.append(f"--schedule: {schedule.name} has no backward actions")
     if schedule and started not in (None, schedule.ranks):
         mistakes.append(f"--ranks: {schedule.name} has {schedule.ranks} ranks, but torchrun started {started}")
+    if started is not None and config.max_restarts:
+        mistakes.append("--max-restarts: torchrun has started these ranks; give --max-restarts to torchrun")
     try:
         text = read_text(config.data)
     except DataError as error:
@@ -133,19 +152,31 @@ def _run(config: TrainConfig, schedule: Schedule, text: bytes) -> None:
     from rich.console import Console
     from torch import cuda
 
+    from pipeloom.checkpoints import saved
     from pipeloom.runtime.launcher import launch, under_torchrun
     from pipeloom.trainer.corpus import Corpus
+    from pipeloom.trainer.restarts import join, launch_with_restarts
+    from pipeloom.trainer.saved import restarted
     from pipeloom.trainer.training import run
 
+    if config.checkpoint and saved(config.checkpoint) and not (config.resume or restarted()):
+        raise UsageError(
+            f"--checkpoint {config.checkpoint} holds a run already: give --resume to go on, or another directory"
+        )
     corpus = Corpus(text, config.model.context)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", schedule.ranks))
     backend = "nccl" if cuda.device_count() >= local else "gloo"
     if under_torchrun():
-        dist.init_process_group(backend)
+        join(backend)
         run(config, schedule, corpus)
         dist.destroy_process_group()
     else:
         try:
-            launch(run, schedule.ranks, config, schedule, corpus, backend=backend)
+            if config.max_restarts:
+                launch_with_restarts(
+                    run, schedule.ranks, config, schedule, corpus, backend=backend, max_restarts=config.max_restarts
+                )
+            else:
+                launch(run, schedule.ranks, config, schedule, corpus, backend=backend)
         finally:
             Console(stderr=True).show_cursor()  # which the rank that drew the progress bar may have had no time to do

@@ -76,6 +76,14 @@ class TrainConfig:
     """The file that gets the metrics as JSON lines; "-" is the standard output."""
     seed: int = 0
     """What the initial weights and the order of the text are drawn from."""
+    checkpoint: Path | None = None
+    """The directory that the run is saved to, each time in place of the time before; by default nowhere."""
+    checkpoint_every: int = 20
+    """After how many steps, each time, to save; the last step is always saved."""
+    resume: bool = False
+    """Whether to go on from what the directory holds, if it holds anything yet."""
+    max_restarts: int = 0
+    """How often to start the ranks again after one has failed, and go on from what was saved last."""
 
     def mistakes(self, microbatches: int | None, text: int | None) -> list[str]:
         """Everything that is wrong with this run, one message a mistake.
@@ -89,6 +97,12 @@ class TrainConfig:
         found += _below("--eval-every", self.eval_every, 0)
         found += _below("--eval-batches", self.eval_batches, 1)
         found += _below("--seed", self.seed, 0)
+        found += _below("--checkpoint-every", self.checkpoint_every, 1)
+        found += _below("--max-restarts", self.max_restarts, 0)
+        if self.checkpoint is None:
+            for option, given in (("--resume", self.resume), ("--max-restarts", self.max_restarts > 0)):
+                if given:
+                    found.append(f"{option} goes on from what was saved, and nothing is: give --checkpoint DIRECTORY")
         if self.batch_size is not None:
             found += _below("--batch-size", self.batch_size, 1)
             if microbatches and self.batch_size > 0:

@@ -23,10 +23,11 @@ class Report:
         steps: how many steps the run has.
         tokens: how many tokens a step has.
         metrics: the file that gets a JSON object a line; "-" is the standard output, in place of the results.
+        done: how many steps were done when the run was saved that goes on now; what the file holds is kept then.
     """
 
-    def __init__(self, steps: int, tokens: int, metrics: str | None) -> None:
-        self._steps, self._tokens, self._metrics = steps, tokens, metrics
+    def __init__(self, steps: int, tokens: int, metrics: str | None, done: int = 0) -> None:
+        self._steps, self._tokens, self._metrics, self._done = steps, tokens, metrics, done
         self._open = ExitStack()
         self._lines: TextIO | None = None
         self._status = ""
@@ -45,7 +46,7 @@ class Report:
         if self._metrics == "-":
             self._lines = sys.stdout
         elif self._metrics is not None:
-            self._lines = self._open.enter_context(open(self._metrics, "w", encoding="utf-8"))
+            self._lines = self._open.enter_context(open(self._metrics, "a" if self._done else "w", encoding="utf-8"))
         self._open.enter_context(self._progress)
         return self
 
@@ -64,7 +65,7 @@ class Report:
         self._training += seconds
         self._loss = loss
         speed = self._tokens / seconds
-        left = timedelta(seconds=round((self._since - self._began) / step * (self._steps - step)))
+        left = timedelta(seconds=round((self._since - self._began) / (step - self._done) * (self._steps - step)))
         self._status = f"{speed:,.0f} tokens/s  {left} left"
         line = f"step {step}/{self._steps}  loss {loss:.4f}  {self._status}"
         self._progress.update(self._bar, completed=step, description=line)
@@ -89,9 +90,10 @@ class Report:
 
     def end(self) -> None:
         """Say what came of it all."""
-        speed = self._steps * self._tokens / self._training
-        self._say(f"trained {self._steps} steps in {self._training:.1f} s, {speed:,.0f} tokens/s")
-        self._write("end", steps=self._steps, loss=self._loss, seconds=self._training, tokens_per_second=speed)
+        steps = self._steps - self._done
+        speed = steps * self._tokens / self._training
+        self._say(f"trained {steps} steps in {self._training:.1f} s, {speed:,.0f} tokens/s")
+        self._write("end", steps=steps, loss=self._loss, seconds=self._training, tokens_per_second=speed)
 
     def _lap(self) -> float:
         before, self._since = self._since, time.perf_counter()

@@ -23,6 +23,7 @@ from pipeloom.trainer.config import OptimizerConfig, TrainConfig
 from pipeloom.trainer.corpus import Corpus
 from pipeloom.trainer.gpt import GPT, loss_fn
 from pipeloom.trainer.report import Report
+from pipeloom.trainer.saved import Saved
 
 
 def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
@@ -30,6 +31,7 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
 
     Raises:
         DataError: this rank's text is not that of rank 0.
+        CheckpointError: the run cannot be saved, or cannot go on from what was saved.
     """
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
@@ -44,11 +46,20 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
     pipe = Pipeline(stages, schedule, loss_fn=loss_fn)
     optimizer = _adamw([stage.module for stage in stages], config.optimizer)
     size = config.sequences(schedule.microbatches)
-    with Report(config.steps, size * config.model.context, config.metrics) if pipe.last else nullcontext() as report:
+    saved = Saved(config, corpus.digest, size)
+    done = saved.load(pipe, optimizer)
+    if done == config.steps:
+        if pipe.last:
+            print(f"step {done}/{config.steps} was saved; there is nothing left to train", flush=True)
+        pipe.close()
+        return
+    tokens = size * config.model.context
+    with Report(config.steps, tokens, config.metrics, done) if pipe.last else nullcontext() as report:
         if report:
-            settings = dataclasses.asdict(config) | {"data": str(config.data), "batch_size": size}
+            settings = dataclasses.asdict(config) | {"data": str(config.data), "batch_size": size, "done": done}
+            settings["checkpoint"] = str(config.checkpoint)
             report.start(schedule=schedule.name, ranks=schedule.ranks, microbatches=schedule.microbatches, **settings)
-        for step in range(1, config.steps + 1):
+        for step in range(done + 1, config.steps + 1):
             rate = learning_rate(step, config.steps, config.optimizer)
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -68,6 +79,7 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
                     stage.module.train()
                 if report:
                     report.evaluated(step, _mean(losses))
+            saved.save(step, pipe, optimizer)
         if report:
             report.end()
     pipe.close()
