@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeloom.errors import BatchError
 from pipeloom.runtime.microbatches import Handling, Weight, batch_size, split, split_keywords, weights
+from pipeloom.runtime.replicas import Replicas
 
 Ask = Callable[[int, str], str]
 """Asks a rank for what it knows of the batch, by name, and waits for its answer."""
@@ -69,6 +70,7 @@ class Batch:
     ends: Ends
     microbatches: int
     weight: Weight
+    replicas: Replicas
     arguments: Sequence[tuple[Any, ...]] = ()
     targets: Sequence[Any] = ()
     keywords: Sequence[Mapping[str, Any]] = ()
@@ -78,14 +80,14 @@ class Batch:
     _weights: list[Any] | None = field(default=None)
 
     @classmethod
-    def cut(cls, given: Given, ends: Ends, microbatches: int, weight: Weight) -> Batch:
+    def cut(cls, given: Given, ends: Ends, microbatches: int, weight: Weight, replicas: Replicas) -> Batch:
         """Cut inputs and targets.
 
         Raises:
             BatchError: they do not fit, or belong on another rank.
         """
         given.refuse_misfits(ends, microbatches)
-        batch = cls(ends, microbatches, weight)
+        batch = cls(ends, microbatches, weight, replicas)
         if given.arg_mbs is not None:
             batch.arguments = [entry if isinstance(entry, tuple) else (entry,) for entry in given.arg_mbs]
         elif ends.first:
@@ -97,7 +99,7 @@ class Batch:
             batch.targets = split(given.target, microbatches, "target")
             batch.size = batch_size(given.target) if batch.size is None else batch.size
         if ends.last and batch.targets:
-            batch._weights = weights(weight, microbatches, _sizes(batch.targets), batch.targets)
+            batch._weights = weights(weight, microbatches, _sizes(batch.targets), batch.targets, replicas)
         return batch
 
     def cut_keywords(self, given: Given, handling: Mapping[str, Handling]) -> None:
@@ -140,13 +142,13 @@ class Batch:
             if known:
                 return list(map(float, known))
         if self.weight in ("equal", "sum"):
-            return weights(self.weight, self.microbatches, None, ())
+            return weights(self.weight, self.microbatches, None, (), self.replicas)
         if callable(self.weight):
             raise BatchError("weight is a function of the target, and this step has no targets")
         sizes = _sizes(self.arguments)
         if not self.ends.first and self.ask:
             sizes = list(map(int, self.ask(self.ends.first_rank, "sizes").split()))
-        return weights("samples", self.microbatches, sizes or None, ())
+        return weights("samples", self.microbatches, sizes or None, (), self.replicas)
 
 
 def _sizes(entries: Sequence[Any]) -> list[int] | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeloom.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind
 from pipeloom.runtime.batch import Batch
@@ -278,6 +279,8 @@ class Run:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(f"loss_fn returned {kind}; it returns a loss of one element, or (loss, anything)")
+            if isinstance(loss, DTensor):
+                loss = loss.full_tensor()
             self.losses[microbatch] = loss.detach()
             if self.train and loss.requires_grad:
                 tape.roots = [self._weighted(loss, microbatch)]
@@ -302,6 +305,10 @@ class Run:
         for source, end in zip(self._wiring.sources(stage), self._tapes[stage, microbatch].taken, strict=True):
             self._values[stage, source, microbatch] = gradients[start:end]
             start = end
+
+    def module(self, stage: int) -> nn.Module:
+        """The module of a stage."""
+        return self.program.modules[stage]
 
     def tape(self, stage: int, microbatch: int) -> Tape:
         """What the backward of a stage needs of its forward."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -88,7 +88,22 @@ def _handling(name: str, value: Any, size: int | None) -> Handling:
     )
 
 
-def weights(weight: Weight, microbatches: int, sizes: Sequence[int] | None, targets: Sequence[Any]) -> list[Any]:
+class Across(Protocol):
+    """The replicas over which microbatches are weighted."""
+
+    count: int
+
+    def total(self, value: float) -> float:
+        """The sum of `value` over all replicas."""
+
+
+def weights(
+    weight: Weight,
+    microbatches: int,
+    sizes: Sequence[int] | None,
+    targets: Sequence[Any],
+    replicas: Across | None = None,
+) -> list[Any]:
     """What each microbatch's loss is multiplied with before its backward.
 
     * "samples": n_b / sum(n), so a loss that is a mean over samples adds up to the mean over the whole batch, also
@@ -96,17 +111,22 @@ def weights(weight: Weight, microbatches: int, sizes: Sequence[int] | None, targ
     * "equal": 1 / microbatches
     * "sum": 1, for a loss that is a sum
     * a function c of a microbatch's target that counts, say, its valid tokens: c_b / sum(c)
+
+    With R `replicas`, sums go over the microbatches of all of them, and all but "equal" is multiplied by R: the mean
+    over replicas is then what one batch of all samples gives, also where replicas have uneven shares of it.
     """
+    count, total = (1, float) if replicas is None else (replicas.count, replicas.total)
     if weight == "sum":
-        return [1.0] * microbatches
+        return [float(count)] * microbatches
     if callable(weight):
         counts = [float(weight(target)) for target in targets]
-        total = sum(counts)
-        if not total > 0:
+        everything = total(sum(counts))
+        if not everything > 0:
             raise BatchError(f"weight: the counts of the microbatches are {counts}; their sum must be positive")
-        return [count / total for count in counts]
+        return [each * count / everything for each in counts]
     if weight == "samples" and sizes is not None:
-        return [size / sum(sizes) for size in sizes]
+        everything = total(sum(sizes))
+        return [size * count / everything for size in sizes]
     return [1.0 / microbatches] * microbatches
 
 

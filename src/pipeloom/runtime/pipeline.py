@@ -21,7 +21,7 @@ from pipeloom.runtime.executor import Program, Run
 from pipeloom.runtime.fitting import digest, lowered, modules_of, refuse_misfits
 from pipeloom.runtime.microbatches import Handling, Weight, merge
 from pipeloom.runtime.randomness import Randomness
-from pipeloom.runtime.replicas import Replicas
+from pipeloom.runtime.replicas import Replicas, local
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.team import Team
 from pipeloom.runtime.ties import Ties
@@ -224,6 +224,7 @@ class Pipeline:
         keep: bool,
         reduce: bool,
     ) -> Any:
+        self._replicas.begin_step()
         self._empty = [parameter for parameter in self._parameters() if parameter.grad is None]
         if scaler is not None:
             scaler.scale(torch.ones((), device=self._device))  # it must know its device on every rank
@@ -234,6 +235,7 @@ class Pipeline:
             if self._ties:
                 self._team.gather()
                 self._ties.finish()
+            self._replicas.finish_step(reduce=reduce)
         except BaseException:
             self._ties.abort()
             self._forget_step()
@@ -245,6 +247,7 @@ class Pipeline:
 
     def _forget_step(self) -> None:
         """Gradients that were None before the last step are None again; whether others were held is remembered."""
+        self._replicas.abort_step()
         for parameter in self._empty:
             parameter.grad = None
         self._empty = []
@@ -269,7 +272,9 @@ class Pipeline:
             "schedule": self._digest,
             "batch_id": batch_id,
         }
-        with self._team.together(agreed, given, microbatches, self._weight, refuse, self._where) as batch:
+        with self._team.together(
+            agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
+        ) as batch:
             batch.cut_keywords(given, self._handling)
             self._refuse_unknown_keywords(batch.keywords)
             yield batch
@@ -338,13 +343,15 @@ class Pipeline:
         self._run.add_loss(value)
 
     def loss(self) -> Tensor:
-        """The weighted loss of the last `step` or `eval`, on every rank; every rank calls it."""
+        """The weighted loss of the last `step` or `eval`, over all replicas, on every rank; every rank calls it."""
         if self._run is None:
             raise PipelineError("there is no loss before the first step")
         source = self.schedule.placement[self.schedule.wiring.stages - 1]
         value = self._loss if self._loss is not None else torch.zeros(())
         value = value.to(device=self._device, dtype=torch.float32)
         self._gather()
+        if self.rank == source:
+            self._replicas.mean_(value)
         if self._group:
             dist.broadcast(value, group=self._group, group_src=source)
         return value
@@ -354,7 +361,15 @@ class Pipeline:
 
         Returns:
             The norm before, over all stages: that of the parameters' own norms in the order of the model.
+
+        Raises:
+            PipelineError: the gradients of the last step are not averaged over replicas yet.
         """
+        if self._replicas.unreduced:
+            raise PipelineError(
+                "the last step left gradients that are not averaged over replicas, so they have no norm yet; "
+                "clip after a step with reduce=True"
+            )
         self._gather()
         return norms.clip_grad_norm_(
             self._modules, self.schedule.stages, max_norm, self._group, uncounted=self._ties.uncounted()
@@ -417,7 +432,8 @@ class Pipeline:
     def _refuse_leftovers(self) -> None:
         if not self._failed_with_gradients:
             return
-        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters()):
+        held = any(each.grad is not None and bool(local(each.grad).any()) for each in self._parameters())
+        if held or self._replicas.lost:
             raise PipelineError(
                 "a step failed while gradients of earlier steps were held, and they may hold parts of it; "
                 "clear them first: optimizer.zero_grad()"

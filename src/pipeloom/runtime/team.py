@@ -14,6 +14,7 @@ from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.failure import excerpt
 from pipeloom.runtime.microbatches import Weight
+from pipeloom.runtime.replicas import Replicas
 from pipeloom.runtime.transport import Plain, Transport, connect
 from pipeloom.schedule import Schedule
 
@@ -48,6 +49,7 @@ class Team:
         given: Given,
         microbatches: int,
         weight: Weight,
+        replicas: Replicas,
         refuse: Callable[[], None],
         where: Callable[[], tuple[Schedule, Action] | None],
     ) -> Iterator[Batch]:
@@ -58,14 +60,15 @@ class Team:
             given: what this rank was called with.
             microbatches: how many microbatches the batch is cut into.
             weight: how much each of them counts.
+            replicas: over which they count.
             refuse: raises if this rank cannot take the step.
             where: the schedule that runs and the action that it has come to, for the error if it fails.
         """
         refused: Exception | None = None
-        batch = Batch(self._ends, microbatches, weight)
+        batch = Batch(self._ends, microbatches, weight, replicas)
         try:
             refuse()
-            batch = Batch.cut(given, self._ends, microbatches, weight)
+            batch = Batch.cut(given, self._ends, microbatches, weight, replicas)
         except Exception as error:  # whatever it is, the others must hear of it
             refused = error
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,10 @@ class Managed:
         self._modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
         self._states: list[FSDPState] = list(dict.fromkeys(each._get_fsdp_state() for each in self._modules))
         self._handles: list[object] = []
-        self._kept: list[tuple[FSDPParam, Tensor, int]] = []
-        """Parameters whose gradient of earlier steps is not reduced, with what stands for it and that one's version."""
+        self._kept: list[_Kept] = []
+        """Gradients of earlier steps that are not reduced."""
+        self._lost: list[_Kept] = []
+        """Those that were forgotten since a step failed on top of them."""
 
     def __bool__(self) -> bool:
         return bool(self._modules)
@@ -61,10 +64,10 @@ class Managed:
 
     def forget_cleared(self) -> None:
         """Before a step: forget gradients that wait for being reduced and were cleared since."""
-        for param, stand_in, version in self._kept:
-            if param.sharded_param.grad is not stand_in or local(stand_in)._version != version:
-                _forget(param)
-        self._kept = []
+        for kept in self._kept:
+            if kept.cleared():
+                _forget(kept.param)
+        self._kept = [kept for kept in self._kept if not kept.cleared()]
 
     def gather(self) -> None:
         """UNSHARD: begin to gather the weights."""
@@ -85,19 +88,21 @@ class Managed:
     def reduce(self) -> None:
         """REDUCE_GRAD: the mean of the gradients over replicas is added to the sharded weights' own."""
         self._fill_in_unused()
+        self._kept = []
         self._set(reduces=True)
         for state in self._states:
             if state._is_root:
                 state._root_post_backward_final_callback()
 
     def keep(self) -> None:
-        """After a step that does not reduce: what its gradients are marked with in the sharded weights."""
+        """After a step that does not reduce: something stands for its gradients in the sharded weights."""
+        self._kept = []
         for param in self._params():
             if _has_gradient(param):
                 sharded = param.sharded_param
                 if sharded.grad is None:
                     sharded.grad = torch.zeros_like(sharded)
-                self._kept.append((param, sharded.grad, local(sharded.grad)._version))
+                self._kept.append(_Kept(param, sharded.grad, local(sharded.grad)._version))
 
     def abort(self) -> None:
         """After a walk that failed: nothing is under way, and weights are sharded."""
@@ -111,9 +116,14 @@ class Managed:
 
     def forget(self) -> None:
         """Forget the gradients that are not reduced."""
-        self._kept = []
+        self._lost, self._kept = self._kept, []
         for param in self._params():
             _forget(param)
+
+    @property
+    def lost(self) -> bool:
+        """Whether gradients of earlier steps were forgotten, and nobody has cleared what stands for them since."""
+        return any(not kept.cleared() for kept in self._lost)
 
     def _set(self, *, reduces: bool) -> None:
         for module in self._modules:
@@ -145,6 +155,17 @@ class Managed:
                 for param, has, used in zip(params, present, anywhere.tolist(), strict=True):
                     if used and not has:
                         param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
+
+
+class _Kept(NamedTuple):
+    """A gradient that is not reduced: the parameter, what stands for it in the sharded one, and that one's version."""
+
+    param: FSDPParam
+    stand_in: Tensor
+    version: int
+
+    def cleared(self) -> bool:
+        return self.param.sharded_param.grad is not self.stand_in or local(self.stand_in)._version != self.version
 
 
 def _process_groups(group: FSDPParamGroup) -> list[dist.ProcessGroup]:

@@ -98,6 +98,11 @@ class Replicas:
             copies.managed.forget()
 
     @property
+    def lost(self) -> bool:
+        """Whether a failed step lost gradients of earlier ones that nobody has cleared since."""
+        return any(copies.managed.lost for copies in self._copies.values())
+
+    @property
     def unreduced(self) -> bool:
         """Whether gradients are held that are not reduced yet."""
         return self._unreduced and any(
@@ -109,13 +114,15 @@ class Replicas:
         if not self._groups:
             return value
         summed = torch.tensor(value, dtype=torch.float64, device=self._device)
-        self.sum_(summed)
+        for group in self._groups:
+            dist.all_reduce(summed, group=group)
         return summed.item()
 
-    def sum_(self, tensor: Tensor) -> None:
-        """Sum a tensor over the replicas of this rank's stages, in place."""
+    def mean_(self, tensor: Tensor) -> None:
+        """Make a tensor its mean over the replicas of this rank's stages; every replica calls this."""
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
+        tensor /= self.count
 
     def refuse_misfits(self, schedule: Schedule) -> None:
         """Refuse rows that lack what the modules need.
