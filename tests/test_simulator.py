@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from textwrap import dedent
 
 import pytest
 from hypothesis import given, settings
@@ -29,8 +30,9 @@ GOLDEN_NAMES = {
     "ZB-V (handcrafted)": "ZBVZeroBubble",
     "ZB-V hand": "ZBVZeroBubble",
     "1F1B-I(v=l/p)": "Interleaved1F1B",
+    "Hanayo-like wave": "Wave",
 }
-"""What the golden files call a schedule, where its name is not simply followed by something in brackets."""
+"""What the golden files call a schedule, where it is not its name and perhaps sizes and something in brackets."""
 
 
 def golden(file: str) -> list[dict[str, str]]:
@@ -39,9 +41,10 @@ def golden(file: str) -> list[dict[str, str]]:
 
 
 def name_of(label: str) -> str | None:
-    """The name of a golden row's schedule; None if it is not made here, or made with more than these sizes."""
-    label = re.sub(r" v=\d+", "", label)
-    name = GOLDEN_NAMES.get(label) or re.sub(r" \(.*\)$", "", label)
+    """The name of a golden row's schedule; None if it is not made here."""
+    label = re.sub(r" [vwgk]=\S+| cap=\S+", "", label)
+    label = re.sub(r" \((?!handcrafted).*\)$", "", label)
+    name = GOLDEN_NAMES.get(label) or label.removesuffix(" (handcrafted)")
     known = {each.casefold(): each for each in schedules.names()}
     return known.get(name.casefold())
 
@@ -55,12 +58,18 @@ PAPER = golden("zero_bubble_paper_1.5B.csv")
 
 
 def make(row: dict[str, str], stages_per_rank: int | None = None) -> pl.Schedule:
-    name = name_of(row["schedule"])
+    name, label, ranks = name_of(row["schedule"]), row["schedule"], int(row["p"])
     assert name is not None
-    recipe = schedules.find(name)
-    if recipe.most_stages_per_rank is not None:
-        stages_per_rank = None
-    return schedules.make(name, ranks=int(row["p"]), microbatches=int(row["m"]), stages_per_rank=stages_per_rank)
+    choices: dict[str, int] = {}
+    if schedules.find(name).most_stages_per_rank is None and stages_per_rank:
+        choices["stages_per_rank"] = stages_per_rank
+    multiples = {"p": ranks, "2p": 2 * ranks, "ceil(p/2)": -(-ranks // 2)}
+    for letter, choice in (("g", "group"), ("cap", "memory")):
+        if found := re.search(rf" {letter}=(\S+)", label):
+            choices[choice] = multiples[found[1]]
+    if found := re.search(r" k=(\d+)", label):
+        choices["pieces"] = int(found[1])
+    return schedules.make(name, ranks=ranks, microbatches=int(row["m"]), **choices)
 
 
 def test_golden_rows_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,8 +77,8 @@ def test_golden_rows_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         left = sorted({row["schedule"] for row in every} - {row["schedule"] for row in known(every)})
         with capsys.disabled():
             print(f"\n{file}: {len(known(every))} of {len(every)} rows checked; not made here: {', '.join(left)}")
-    assert len(known(SIZES)) >= 46
-    assert len(known(PAPER)) >= 12
+    assert len(known(SIZES)) >= 150
+    assert len(known(PAPER)) >= 24
 
 
 @pytest.mark.parametrize("row", known(SIZES), ids=lambda row: f"{row['schedule']} p={row['p']} m={row['m']}")
@@ -427,3 +436,10 @@ def test_copies_pieces_and_skips_are_waited_for() -> None:
     assert starts(pl.simulate(skip, pl.Costs(communication=[5, 1, 1])))["2F0"] == 8
     with pytest.raises(pl.ScheduleError):
         pl.simulate(pl.Schedule.from_csv("0F1,0F0", wiring=pl.Wiring(1, pieces=2)))
+
+
+def test_the_document_shows_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    document = (Path(__file__).parent.parent / "docs" / "simulator.md").read_text()
+    code, printed = re.findall(r"(?:^    .*\n|^\n(?=    ))+", document, re.MULTILINE)[:2]
+    exec(dedent(code), {})
+    assert capsys.readouterr().out == dedent(printed).lstrip("\n")
