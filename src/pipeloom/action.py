@@ -16,7 +16,7 @@ import re
 from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
-from pipeloom.errors import ActionError, shown
+from pipeloom._base import ActionError, shown
 
 LARGEST_NUMBER = 999_999
 """The largest stage or microbatch number that is read: far more than can be run, far less than can do harm."""

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pipeloom.problem import Problem
+from pipeloom._base import PRINTED, ActionError, PipeloomError, shown
+from pipeloom.problem import ReportError
 
-
-class PipeloomError(Exception):
-    """Anything that pipeloom refuses or finds at fault."""
-
-
-class ActionError(PipeloomError, ValueError):
-    """A text is not an action. `at` and `length` mark the place in `text`, counted in characters from 0."""
-
-    def __init__(self, text: str, message: str, hint: str, at: int = 0, length: int = 1) -> None:
-        super().__init__(f"'{shown(text)}' is not an action: {message} (character {at + 1}); {hint}")
-        self.text, self.message, self.hint, self.at, self.length = text, message, hint, at, length
-
-
-class ReportError(PipeloomError, ValueError):
-    """Something is wrong. `problems` holds everything that is wrong with it; the message prints the first 50."""
-
-    def __init__(self, name: str, problems: Iterable[Problem]) -> None:
-        self.name = name
-        self.problems = tuple(problems)
-        count = len(self.problems)
-        lines = [f"{name}: {count} problem{'s' if count != 1 else ''}", *map(str, self.problems[:_PRINTED])]
-        if count > _PRINTED:
-            lines.append(f"... and {count - _PRINTED} more, all in the error's `problems`")
-        super().__init__("\n".join(lines))
+__all__ = [
+    "ActionError",
+    "BatchError",
+    "CheckpointError",
+    "CostsError",
+    "DataError",
+    "DisagreementError",
+    "DrawingError",
+    "MessageError",
+    "PeerFailed",
+    "PipelineError",
+    "PipeloomError",
+    "RankFailed",
+    "ReportError",
+    "ScheduleError",
+    "SizeError",
+    "SplitError",
+    "TimelineError",
+    "UnknownScheduleError",
+    "shown",
+]
 
 
 class ScheduleError(ReportError):
@@ -46,9 +42,6 @@ class TimelineError(ReportError):
     """The text of a timeline is wrong."""
 
 
-_PRINTED = 50
-
-
 class SizeError(PipeloomError, ValueError):
     """No schedule of this name exists for these sizes; the message gives the rule and the nearest sizes."""
 
@@ -57,7 +50,7 @@ class UnknownScheduleError(PipeloomError, ValueError):
     """No schedule has this name; the message gives the closest names."""
 
 
-class RankFailed(PipeloomError, RuntimeError):
+class RankFailed(PipeloomError, RuntimeError):  # noqa: N818 - it reports a failure elsewhere
     """A rank that `launch` started did not end well. `status` is its exit status; -9 is "killed by signal 9"."""
 
     def __init__(self, rank: int, status: int) -> None:
@@ -128,12 +121,6 @@ class DisagreementError(PipeloomError, RuntimeError):
     """Ranks of one pipeline call for different things; the message says which ranks, and what each has."""
 
 
-def shown(text: str, most: int = 72) -> str:
-    """`text` as a message shows it: on one line, what cannot be printed escaped, and not longer than `most`."""
-    cut = text if len(text) <= most else text[:most] + "..."
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in cut)
-
-
 class BatchError(PipeloomError, ValueError):
     """A batch does not fit the schedule: its size, its tensors or its lists of microbatches."""
 
@@ -150,7 +137,7 @@ class CheckpointError(PipeloomError, RuntimeError):
 
     def __init__(self, path: str, doing: str, reasons: Iterable[str]) -> None:
         self.reasons = tuple(reasons)
-        lines = [f"checkpoint {path} cannot be {doing}:", *(f"  {reason}" for reason in self.reasons[:_PRINTED])]
-        if len(self.reasons) > _PRINTED:
-            lines.append(f"  ... and {len(self.reasons) - _PRINTED} more, all in the error's `reasons`")
+        lines = [f"checkpoint {path} cannot be {doing}:", *(f"  {reason}" for reason in self.reasons[:PRINTED])]
+        if len(self.reasons) > PRINTED:
+            lines.append(f"  ... and {len(self.reasons) - PRINTED} more, all in the error's `reasons`")
         super().__init__("\n".join(lines))

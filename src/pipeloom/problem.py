@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipeloom._base import PRINTED, PipeloomError
 from pipeloom.action import Action
 
 
@@ -40,3 +42,16 @@ class Problem:
         if self.hint:
             lines.append(f"    {self.hint}")
         return "\n".join([*lines, f"    [{self.code}]"])
+
+
+class ReportError(PipeloomError, ValueError):
+    """Something is wrong. `problems` holds everything that is wrong with it; the message prints the first 50."""
+
+    def __init__(self, name: str, problems: Iterable[Problem]) -> None:
+        self.name = name
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        lines = [f"{name}: {count} problem{'s' if count != 1 else ''}", *map(str, self.problems[:PRINTED])]
+        if count > PRINTED:
+            lines.append(f"... and {count - PRINTED} more, all in the error's `problems`")
+        super().__init__("\n".join(lines))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -11,8 +11,18 @@ from pipeloom.action import Action, Kind
 from pipeloom.runtime.split_backward import Gradients
 from pipeloom.runtime.tape import Tape
 
-if TYPE_CHECKING:
-    from pipeloom.runtime.executor import Run
+
+class Running(Protocol):
+    """What a part needs of the run that it is in; see `pipeloom.runtime.executor.Run`."""
+
+    def module(self, stage: int) -> nn.Module: ...
+    def begin_forward(self, stage: int, microbatch: int) -> tuple[Tape, tuple[Any, ...], Mapping[str, Any]]: ...
+    def end_forward(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None: ...
+    def begin_backward(self, stage: int, microbatch: int) -> Gradients: ...
+    def end_backward(self, stage: int, microbatch: int, gradients: Gradients) -> None: ...
+    def tape(self, stage: int, microbatch: int) -> Tape: ...
+    def drop_tape(self, stage: int, microbatch: int) -> None: ...
+    def run(self, action: Action) -> None: ...
 
 
 class Part:
@@ -24,7 +34,7 @@ class Part:
     """
 
     def __init__(
-        self, run: Run, action: Action, after: Callable[[], None], function: Callable[[Part], None] | None
+        self, run: Running, action: Action, after: Callable[[], None], function: Callable[[Part], None] | None
     ) -> None:
         self.action = action
         self.finished = False
@@ -45,7 +55,7 @@ class Part:
     @property
     def module(self) -> nn.Module:
         """The stage's module."""
-        return self._run.program.modules[self.stage]
+        return self._run.module(self.stage)
 
     @property
     def inputs(self) -> Sequence[Any]:

@@ -1,0 +1,24 @@
+"""What exceptions have in common, for the modules that stand before `errors`."""
+
+from __future__ import annotations
+
+PRINTED = 50
+"""How many of the things that are wrong a message prints."""
+
+
+class PipeloomError(Exception):
+    """Anything that pipeloom refuses or finds at fault."""
+
+
+class ActionError(PipeloomError, ValueError):
+    """A text is not an action. `at` and `length` mark the place in `text`, counted in characters from 0."""
+
+    def __init__(self, text: str, message: str, hint: str, at: int = 0, length: int = 1) -> None:
+        super().__init__(f"'{shown(text)}' is not an action: {message} (character {at + 1}); {hint}")
+        self.text, self.message, self.hint, self.at, self.length = text, message, hint, at, length
+
+
+def shown(text: str, most: int = 72) -> str:
+    """`text` as a message shows it: on one line, what cannot be printed escaped, and not longer than `most`."""
+    cut = text if len(text) <= most else text[:most] + "..."
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in cut)
