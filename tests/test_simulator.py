@@ -431,7 +431,7 @@ def test_the_optimizer_does_not_step_where_nothing_is_trained() -> None:
 
 def test_copies_pieces_and_skips_are_waited_for() -> None:
     copies = pl.Schedule.from_csv("0F0,3F1\n1F0,2F1", wiring=pl.Wiring(2, copies=2))
-    assert starts(pl.simulate(copies)) == {"0F0": 0, "3F1": 2, "1F0": 1, "2F1": 2} | {"3F1": 3}
+    assert starts(pl.simulate(copies)) == {"0F0": 0, "3F1": 3, "1F0": 1, "2F1": 2}
     skip = pl.Schedule.from_csv("0F0\n1F0\n2F0", wiring=pl.Wiring(3, skips=((0, 2),)))
     assert starts(pl.simulate(skip, pl.Costs(communication=[5, 1, 1])))["2F0"] == 8
     with pytest.raises(pl.ScheduleError):
