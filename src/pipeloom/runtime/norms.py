@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from pipeloom.runtime.replicas import local
 
 _ABSENT = -1.0
 """Stands for the norm of a parameter without a gradient."""
@@ -43,14 +46,44 @@ def clip_grad_norm_(
     starts = [0, *counts.cumsum(0).tolist()]
     each = torch.zeros(starts[-1], dtype=torch.float32, device=device)
     for stage, own in parameters.items():
-        for index, parameter in enumerate(own, start=starts[stage]):
-            gradient = parameter.grad
-            each[index] = (
-                _ABSENT if gradient is None else torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-            )
+        each[starts[stage] : starts[stage + 1]] = _norms(own, device)
     if group:
         dist.all_reduce(each, group=group)
     total: Tensor = torch.linalg.vector_norm(each[each != _ABSENT])
-    every = {id(each): each for module in modules.values() for each in module.parameters() if each.grad is not None}
-    nn.utils.clip_grads_with_norm_(every.values(), max_norm, total)
+    every = {id(each): each for module in modules.values() for each in module.parameters()}
+    gradients = [local(each.grad) for each in every.values() if each.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return total
+
+
+def _norms(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """The norm of each parameter's gradient: of the whole, where a mesh of ranks holds it in parts."""
+    found = torch.full((len(parameters),), _ABSENT, dtype=torch.float32, device=device)
+    spread: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            continue
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad = gradient = _without_partial_sums(parameter.grad)
+            if groups := _holders(gradient):
+                spread.setdefault(groups, []).append(index)
+        found[index] = torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float32)
+    for groups, indices in spread.items():
+        squares = found[indices].square()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        found[indices] = squares.sqrt()
+    return found
+
+
+def _without_partial_sums(gradient: DTensor) -> DTensor:
+    placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
+    return gradient if tuple(placements) == gradient.placements else gradient.redistribute(placements=placements)
+
+
+def _holders(gradient: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose product are the ranks that hold parts of a gradient."""
+    mesh = gradient.device_mesh
+    sharded = [dimension for dimension, each in enumerate(gradient.placements) if not each.is_replicate()]
+    return tuple(mesh.get_group(dimension) for dimension in sharded if mesh.size(dimension) > 1)
