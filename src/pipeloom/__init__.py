@@ -10,6 +10,7 @@ from pipeloom import schedules
 from pipeloom.action import Action, Kind
 from pipeloom.checker import check
 from pipeloom.costs import Costs
+from pipeloom.drawing import draw
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.passes import forward_only, lower
 from pipeloom.problem import Problem
@@ -41,6 +42,7 @@ __all__ = [
     "Timeline",
     "Wiring",
     "check",
+    "draw",
     "fill",
     "forward_only",
     "load",

@@ -38,6 +38,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 def _message_sizes(timeline: Timeline) -> Iterator[float]:
     schedule, wiring, placement = timeline.schedule, timeline.schedule.wiring, timeline.schedule.placement
     table = timeline.costs.table(wiring)
+    communicates = schedule.communicates
     crossing = {
         stage: (
             [stage for target in wiring.targets(stage) if placement[target] != rank],
@@ -55,7 +56,7 @@ def _message_sizes(timeline: Timeline) -> Iterator[float]:
                 if kind is Kind.SEND_B:
                     size = table["gradient_size"][action.far if action.far >= 0 else stage - 1]
                 yield size
-            elif not schedule.communicates:
+            elif not communicates:
                 if kind is Kind.F:
                     yield from (table["output_size"][each] for each in crossing[stage][0])
                 elif kind in (Kind.B, Kind.I):

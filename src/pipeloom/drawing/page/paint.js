@@ -1,0 +1,366 @@
+// Draws the timelines onto the canvas. However many events there are, only as many are drawn as there are pixels.
+
+const GUTTER = 66, AXIS = 26, HEADER = 24, LANE = 5, CURVE = 26, GAP = 3;
+const TEXTURED = 5, LETTERED = 9;
+
+class Painter {
+  constructor(canvas, page, view, looks) {
+    Object.assign(this, { canvas, page, view, looks });
+    this.context = canvas.getContext("2d");
+    this.rows = [];
+  }
+
+  // Where each rank's row is, from the top of all of them.
+  arrange() {
+    const { width, height } = this.canvas.getBoundingClientRect();
+    this.width = width;
+    this.height = height;
+    const { messages, memory } = this.view.show;
+    const all = this.page.timelines.flatMap((timeline) => timeline.lanes);
+    const extra = (lanes) => (messages ? (lanes.length - 1) * (LANE + 1) : 0) + (memory ? CURVE : 0) + GAP;
+    const fixed = AXIS + this.page.timelines.length * HEADER + all.reduce((sum, lanes) => sum + extra(lanes), 0);
+    const row = Math.min(Math.max(Math.floor((height - fixed - 12) / all.length), 12), 30);
+    this.rows = [];
+    this.headers = [];
+    let y = 0;
+    for (const timeline of this.page.timelines) {
+      this.headers.push({ timeline, y });
+      y += HEADER;
+      timeline.lanes.forEach((lanes, rank) => {
+        const size = row + extra(lanes);
+        this.rows.push({ timeline, rank, lanes, y, row, size });
+        y += size;
+      });
+    }
+    this.size = y + 12;
+    this.view.top = Math.min(Math.max(this.view.top, 0), Math.max(this.size + AXIS - height, 0));
+    const ratio = devicePixelRatio || 1;
+    if (this.canvas.width !== Math.round(width * ratio) || this.canvas.height !== Math.round(height * ratio)) {
+      this.canvas.width = Math.round(width * ratio);
+      this.canvas.height = Math.round(height * ratio);
+    }
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  }
+
+  x(time) {
+    return GUTTER + ((time - this.view.left) / (this.view.right - this.view.left)) * (this.width - GUTTER);
+  }
+
+  time(x) {
+    return this.view.left + ((x - GUTTER) / (this.width - GUTTER)) * (this.view.right - this.view.left);
+  }
+
+  y(top) {
+    return AXIS + top - this.view.top;
+  }
+
+  paint() {
+    this.arrange();
+    const { context, width, height } = this, theme = this.looks.theme;
+    context.fillStyle = theme.paper;
+    context.fillRect(0, 0, width, height);
+    context.save();
+    context.beginPath();
+    context.rect(GUTTER, AXIS, width - GUTTER, height - AXIS);
+    context.clip();
+    const seen = this.rows.filter(({ y, size }) => this.y(y + size) > AXIS && this.y(y) < height);
+    for (const row of seen) this.paintRow(row, theme);
+    if (this.view.show.critical) for (const timeline of this.page.timelines) this.paintCritical(timeline, theme);
+    if (this.hovered) this.paintChosen(this.hovered, theme, 1.5);
+    if (this.view.selected) this.paintChosen(this.view.selected, theme, 2.5);
+    context.restore();
+    this.paintNames(seen, theme);
+    this.paintAxis(theme);
+  }
+
+  paintRow({ timeline, rank, lanes, y, row }, theme) {
+    const { context } = this, top = this.y(y);
+    context.fillStyle = theme.row;
+    const left = Math.max(this.x(0), GUTTER), right = Math.min(this.x(timeline.makespan), this.width);
+    context.fillRect(left, top, right - left, row);
+    this.paintLane(timeline, lanes[0], top, row, theme);
+    let below = top + row + 1;
+    if (this.view.show.messages) {
+      for (const lane of lanes.slice(1)) {
+        this.paintLane(timeline, lane, below, LANE, theme);
+        below += LANE + 1;
+      }
+    }
+    if (this.view.show.memory) this.paintMemory(timeline, rank, below, CURVE - 3, theme);
+  }
+
+  // The fill of an event; messages bear the colour of their direction.
+  look(timeline, event) {
+    let kind = timeline.kindOf(event);
+    if (kind.endsWith("_F")) kind = "F";
+    else if (kind.endsWith("V_B") || kind.endsWith("D_B")) kind = "B";
+    return this.looks.of(kind, timeline.shades[timeline.stage[event]] ?? 0);
+  }
+
+  paintLane(timeline, lane, top, height, theme) {
+    const { start, end } = timeline, { events, starts } = lane, count = events.length;
+    const pixel = (this.view.right - this.view.left) / (this.width - GUTTER);
+    for (let at = lane.first(this.view.left - pixel); at < count && starts[at] <= this.view.right; ) {
+      const event = events[at], left = this.x(start[event]), right = this.x(end[event]);
+      if (right - left >= 1) {
+        this.paintEvent(timeline, event, left, right, top, height, theme);
+        at++;
+        continue;
+      }
+      // of what falls into one column of pixels, what runs in its middle is drawn
+      const column = Math.floor(left);
+      const middle = Math.max(above(starts, this.time(column + 0.5)) - 1, at);
+      const runs = end[events[middle]] > this.time(column + 0.5);
+      this.context.globalAlpha = runs ? 1 : 0.4;
+      this.context.fillStyle = this.look(timeline, events[middle]).color;
+      this.context.fillRect(column, top, 1, height);
+      this.context.globalAlpha = 1;
+      const next = above(starts, this.time(column + 1));
+      at = Math.max(at + 1, next - 1 > at && this.x(end[events[next - 1]]) >= column + 2 ? next - 1 : next);
+    }
+  }
+
+  paintEvent(timeline, event, left, right, top, height, theme) {
+    const { context } = this, width = right - left;
+    const deep = height / timeline.places[event], y = top + timeline.place[event] * deep;
+    const look = this.look(timeline, event);
+    const from = Math.max(left, GUTTER - 8), visible = Math.min(right, this.width + 8) - from;
+    context.fillStyle = width >= TEXTURED && deep >= TEXTURED + 1 ? look.texture : look.color;
+    context.fillRect(from, y, visible, deep);
+    if (height === LANE) return;
+    if (width > 3) {
+      context.strokeStyle = theme.edge;
+      context.lineWidth = 0.5;
+      context.strokeRect(from + 0.25, y + 0.25, visible - 0.5, deep - 0.5);
+    }
+    if (width >= LETTERED && deep >= LETTERED && timeline.kindOf(event) !== "optimizer") {
+      const room = visible - 3, size = Math.min(deep - 3, 12);
+      context.font = `${size}px system-ui, Helvetica, Arial, sans-serif`;
+      const roomy = this.x(timeline.typical) - this.x(0) > 44;
+      const text = roomy ? timeline.text(event) : String(timeline.microbatch[event]);
+      if (text.length * size * 0.62 <= room) {
+        context.fillStyle = look.ink;
+        context.textAlign = "center";
+        context.textBaseline = "middle";
+        context.fillText(text, from + visible / 2, y + deep / 2 + 0.5);
+      }
+    }
+    const last = timeline.frame[event];
+    if (last >= 0) {
+      const reach = Math.max(...timeline.end.subarray(event, last + 1));
+      this.outstanding = { left: from, right: Math.min(this.x(reach), this.width + 8), top, height };
+    }
+    // the frame goes on top of the last of its parts
+    const next = event + 1 < timeline.count && timeline.step[event + 1] === timeline.step[event];
+    if (this.outstanding && !next) {
+      const { left: start, right: stop } = this.outstanding;
+      if (stop - start > 4) {
+        context.strokeStyle = theme.ink;
+        context.lineWidth = 1.5;
+        context.strokeRect(start + 0.75, top + 0.75, stop - start - 1.5, height - 1.5);
+      }
+      this.outstanding = null;
+    }
+  }
+
+  paintMemory(timeline, rank, top, height, theme) {
+    const { context } = this, { memory_at, memory_time, memory_size } = timeline;
+    const first = memory_at[rank], stop = memory_at[rank + 1], times = memory_time.subarray(first, stop);
+    const most = this.page.memory_scale || 1, y = (size) => top + height - (size / most) * height;
+    const limit = this.page.memory;
+    const right = Math.min(this.x(timeline.makespan), this.width);
+    let at = Math.max(above(times, this.view.left) - 1, 0);
+    let x = Math.max(this.x(times[at] ?? 0), GUTTER);
+    context.fillStyle = theme.faint;
+    const over = [];
+    while (first + at < stop && x < right) {
+      // the most of what falls into one column of pixels
+      let size = memory_size[first + at];
+      while (at + 1 < times.length && this.x(times[at + 1]) < x + 1) size = Math.max(size, memory_size[first + ++at]);
+      const until = at + 1 < times.length ? Math.min(this.x(times[at + 1]), right) : right;
+      context.globalAlpha = 0.45;
+      context.fillRect(x, y(size), until - x, top + height - y(size));
+      if (limit !== null && size > limit) over.push([x, until, size]);
+      x = until;
+      at++;
+    }
+    context.globalAlpha = 1;
+    context.fillStyle = theme.path;
+    for (const [from, until, size] of over) context.fillRect(from, y(size), until - from, y(limit) - y(size));
+    if (limit !== null) {
+      context.strokeStyle = theme.path;
+      context.lineWidth = 1;
+      context.setLineDash([4, 3]);
+      context.beginPath();
+      context.moveTo(Math.max(this.x(0), GUTTER), y(limit));
+      context.lineTo(right, y(limit));
+      context.stroke();
+      context.setLineDash([]);
+    }
+  }
+
+  // The box of an event on the canvas; null where it is not shown.
+  box(timeline, event) {
+    const rank = timeline.rank(event);
+    const row = this.rows.find((each) => each.timeline === timeline && each.rank === rank);
+    const at = row.lanes.findIndex((lane) => lane.name === timeline.stream(event));
+    if (at > 0 && !this.view.show.messages) return null;
+    const left = this.x(timeline.start[event]), right = Math.max(this.x(timeline.end[event]), left + 1.5);
+    const top = this.y(row.y) + (at ? row.row + 1 + (at - 1) * (LANE + 1) : 0), height = at ? LANE : row.row;
+    const deep = height / timeline.places[event];
+    return { left, right, top: top + timeline.place[event] * deep, height: deep };
+  }
+
+  outline({ left, right, top, height }, color, line) {
+    const from = Math.max(left, -10), until = Math.min(right, this.width + 10);
+    if (until < from) return;
+    this.context.strokeStyle = color;
+    this.context.lineWidth = line;
+    this.context.strokeRect(from, top, until - from, height);
+  }
+
+  // A line from the end of one event to the start of another.
+  connect(from, to, color) {
+    const { context } = this;
+    context.strokeStyle = color;
+    context.lineWidth = 1.5;
+    const x0 = from.right, x1 = Math.max(to.left, Math.min(to.right, x0)), bend = Math.max((x1 - x0) / 2, 8);
+    const y0 = from.top + from.height / 2, y1 = to.top + to.height / 2;
+    context.beginPath();
+    context.moveTo(x0, y0);
+    context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
+    context.stroke();
+  }
+
+  paintChosen({ timeline, event, idle }, theme, line) {
+    if (idle !== undefined) {
+      const { y, row } = this.rows.find((each) => each.timeline === timeline && each.rank === timeline.rankOfIdle(idle));
+      const box = { left: this.x(timeline.idle_start[idle]), right: this.x(timeline.idle_end[idle]), top: this.y(y), height: row };
+      this.outline(box, theme.path, line);
+      if (line < 2) return;
+      for (const cause of timeline.why(idle).slice(0, 200)) {
+        const there = this.box(timeline, cause.event);
+        if (there) this.outline(there, theme.path, 2);
+      }
+      return;
+    }
+    const box = this.box(timeline, event);
+    if (!box) return;
+    for (const [others, towards] of [[timeline.inputsOf(event), true], [timeline.outputsOf(event), false]]) {
+      for (const other of others) {
+        const there = this.box(timeline, other);
+        if (!there) continue;
+        this.outline(there, theme.ink, 1.5);
+        this.connect(...(towards ? [there, box] : [box, there]), towards ? theme.path : theme.ink);
+      }
+    }
+    this.outline(box, theme.path, line);
+  }
+
+  paintCritical(timeline, theme) {
+    const { context } = this, first = this.rows.find((each) => each.timeline === timeline);
+    if (!first) return;
+    context.strokeStyle = theme.path;
+    context.lineWidth = 2;
+    context.beginPath();
+    let drawn = -Infinity, before = null;
+    for (const event of timeline.critical) {
+      if (timeline.end[event] < this.view.left || timeline.start[event] > this.view.right) {
+        before = null;
+        continue;
+      }
+      const box = this.box(timeline, event);
+      if (!box) continue;
+      const y = box.top + box.height / 2;
+      if (before === null) context.moveTo(box.left, y);
+      else if (box.right - drawn > 0.5 || y !== before) context.lineTo(box.left, y);
+      context.lineTo(box.right, y);
+      drawn = box.right;
+      before = y;
+    }
+    context.stroke();
+  }
+
+  paintNames(rows, theme) {
+    const { context } = this;
+    context.fillStyle = theme.paper;
+    context.fillRect(0, AXIS, GUTTER, this.height - AXIS);
+    context.textBaseline = "middle";
+    context.textAlign = "right";
+    for (const { rank, y, row } of rows) {
+      context.font = `${Math.min(row, 12)}px system-ui, Helvetica, Arial, sans-serif`;
+      context.fillStyle = theme.ink;
+      context.fillText(`rank ${rank}`, GUTTER - 8, this.y(y) + row / 2);
+    }
+    context.textAlign = "left";
+    for (const { timeline, y } of this.headers) {
+      const at = this.y(y) + HEADER / 2;
+      if (at < AXIS - HEADER || at > this.height + HEADER) continue;
+      context.font = "bold 12px system-ui, Helvetica, Arial, sans-serif";
+      context.fillStyle = theme.ink;
+      context.fillText(timeline.title, 10, at);
+      const width = context.measureText(timeline.title).width;
+      context.font = "12px system-ui, Helvetica, Arial, sans-serif";
+      context.fillStyle = theme.faint;
+      context.fillText(timeline.headline, 22 + width, at);
+    }
+  }
+
+  paintAxis(theme) {
+    const { context, view } = this, factor = this.page.factor;
+    context.fillStyle = theme.paper;
+    context.fillRect(0, 0, this.width, AXIS);
+    context.strokeStyle = theme.faint;
+    context.fillStyle = theme.faint;
+    context.lineWidth = 1;
+    const width = (view.right - view.left) * factor;
+    const least = width / Math.max((this.width - GUTTER) / 90, 1), power = 10 ** Math.floor(Math.log10(least));
+    const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= least * (1 - 1e-9));
+    context.font = "11px system-ui, Helvetica, Arial, sans-serif";
+    context.textBaseline = "middle";
+    context.textAlign = "center";
+    context.beginPath();
+    context.moveTo(GUTTER, AXIS - 1);
+    context.lineTo(this.width, AXIS - 1);
+    for (let at = Math.ceil((view.left * factor) / step); at * step <= view.right * factor; at++) {
+      const x = this.x((at * step) / factor);
+      context.moveTo(x, AXIS - 6);
+      context.lineTo(x, AXIS);
+      context.fillText(String(Number((at * step).toPrecision(12))), x, AXIS - 14);
+    }
+    context.stroke();
+    context.textAlign = "right";
+    context.fillStyle = theme.paper;
+    context.fillRect(0, 0, GUTTER - 4, AXIS - 1);
+    context.fillStyle = theme.faint;
+    context.fillText(this.page.unit ? `time (${this.page.unit})` : "time", GUTTER - 8, AXIS - 14);
+  }
+
+  // What is at a place of the canvas: an event, an idle stretch, or nothing.
+  at(x, y) {
+    if (x < GUTTER || y < AXIS) return null;
+    const row = this.rows.find((each) => y >= this.y(each.y) && y < this.y(each.y + each.size));
+    if (!row) return null;
+    const { timeline, rank, lanes } = row, below = y - this.y(row.y), time = this.time(x);
+    const slack = (this.view.right - this.view.left) / (this.width - GUTTER);
+    const number = below < row.row ? 0 : this.view.show.messages ? 1 + Math.floor((below - row.row) / (LANE + 1)) : -1;
+    const lane = lanes[number];
+    if (!lane) return null;
+    let found = -1, distance = Infinity;
+    for (let at = above(lane.starts, time + 2 * slack) - 1; at >= 0 && lane.reach[at] >= time - 2 * slack; at--) {
+      const event = lane.events[at];
+      const places = timeline.places[event];
+      if (places > 1 && Math.floor((below / row.row) * places) !== timeline.place[event]) continue;
+      const off = Math.max(timeline.start[event] - time, time - timeline.end[event], 0);
+      // an event under the pointer, or one too narrow to hit
+      if (off < distance && (off === 0 || timeline.end[event] - timeline.start[event] < 3 * slack)) {
+        found = event;
+        distance = off;
+      }
+      if (off === 0 && places === 1) break;
+    }
+    if (found >= 0) return { timeline, event: found };
+    const idle = number === 0 ? timeline.idleAt(rank, time) : -1;
+    return idle >= 0 ? { timeline, idle } : null;
+  }
+}
