@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from pipeloom.errors import CheckpointError
 
 MODEL, TRAINING = "model", "training"
-_MANIFEST, _INDEX = "checkpoint.json", "model.safetensors.index.json"
+_MANIFEST = "checkpoint.json"
 _SAVE = re.compile(r"save-[0-9a-f]{32}")
 _FORMAT = 1
 
@@ -52,46 +52,38 @@ def saving(path: Path, directory: str) -> Iterator[None]:
             raise
 
 
-def write(
-    directory: Path, folder: str, tensors: Mapping[str, Tensor], writers: Mapping[str, int], rank: int
-) -> dict[str, Any]:
-    """Write those of `tensors` that `rank` writes to one file in a folder of `directory`; the first of all an index.
+def write(directory: Path, folder: str, tensors: Mapping[str, Tensor], number: int, count: int) -> dict[str, Any]:
+    """Write `tensors`, or this rank's shards of them, to one file, if there are any.
 
     Args:
-        directory: where the checkpoint goes.
-        folder: MODEL or TRAINING.
-        tensors: what this rank has, by the name under which it is saved.
-        writers: the ranks that write, by name, for all tensors of all ranks.
-        rank: this one.
+        directory: where the save goes.
+        folder: MODEL or TRAINING, in it.
+        tensors: by the names under which they are saved.
+        number: the number of the file, from 1.
+        count: how many files there may be.
 
     Returns:
-        Size and digest of each file written.
+        Size and digest, by the file's name in `directory`.
     """
-    ranks = sorted(set(writers.values()))
-    file_of = {name: ranks.index(writer) + 1 for name, writer in writers.items()}
-    mine = {name: tensor for name, tensor in tensors.items() if writers[name] == rank}
-    files = [f"model-{number:05}-of-{len(ranks):05}.safetensors" for number in range(1, len(ranks) + 1)]
-    written = []
-    if mine:
-        _write_tensors(directory / folder, mine, file_of)
-        written.append(files[ranks.index(rank)])
-    if rank == 0:
-        index = {"weight_map": {name: files[number - 1] for name, number in sorted(file_of.items())}}
-        _write_text(directory / folder / _INDEX, json.dumps(index, indent=1))
-        written.append(_INDEX)
-    return {f"{folder}/{name}": _measured(directory / folder / name) for name in written}
-
-
-def _write_tensors(directory: Path, tensors: Mapping[str, Tensor], file_of: Mapping[str, int]) -> None:
-    """Write `tensors` to one file; `file_of` numbers the files of all ranks, from 1, by the names of tensors."""
+    if not tensors:
+        return {}
     packed = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    writer = HuggingFaceStorageWriter(os.fspath(directory), fqn_to_index_mapping=dict(file_of))
+    writer = HuggingFaceStorageWriter(os.fspath(directory / folder), dict.fromkeys(packed, number) | {"": count})
     planner = DefaultSavePlanner()
     planner.set_up_planner(packed, is_coordinator=True)
-    (plan,), _ = planner.create_global_plan([planner.create_local_plan()])
     writer.set_up_storage_writer(True)
-    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(plan)])
+    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     writer.write_data(planner.finish_plan(plan), planner).wait()
+    name = f"{folder}/{_file_name(number, count)}"
+    return {name: _measured(directory / name)}
+
+
+def write_index(directory: Path, folder: str, writer: Mapping[str, int], count: int) -> dict[str, Any]:
+    """Write which file holds which tensor, for readers that want to know, where `writer` has the rank; as `write`."""
+    names = {name: _file_name(rank + 1, count) for name, rank in sorted(writer.items())}
+    index = f"{folder}/model.safetensors.index.json"
+    _write_text(directory / index, json.dumps({"weight_map": names}, indent=1))
+    return {index: _measured(directory / index)}
 
 
 def read_tensors(directory: Path, into: Mapping[str, Tensor]) -> None:
@@ -197,6 +189,10 @@ def _current(path: Path) -> str | None:
     except (CheckpointError, OSError):
         return None
     return found
+
+
+def _file_name(number: int, count: int) -> str:
+    return f"model-{number:05}-of-{count:05}.safetensors"
 
 
 def _measured(path: Path) -> dict[str, Any]:

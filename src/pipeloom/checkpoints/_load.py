@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeloom.checkpoints import _files, _model, _optimizer, _random
@@ -75,9 +76,9 @@ def load(
     random: dict[str, Tensor] = {}
     loading = None
     with agreement.attempt():
-        for name in {names.saved_as[place] for place in own}:
-            shape, dtype = names.layout[name]
-            weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        for place, tensor in own.items():
+            like = tensor.detach() if isinstance(tensor, DTensor) else torch.empty(())
+            weights.setdefault(names.saved_as[place], like.new_empty(tensor.shape, dtype=tensor.dtype))
         _files.read_tensors(directory / _files.MODEL, weights)
         if optimizer:
             loading = _optimizer.Loading(optimizer, own, names, saved["optimizer"])

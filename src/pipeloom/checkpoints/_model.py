@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -28,6 +30,9 @@ def own_tensors(pipe: Pipeline) -> dict[Place, Tensor]:
     found: dict[Place, Tensor] = {}
     reasons = []
     for stage, module in sorted(pipe.modules.items()):
+        for inner in module.modules():
+            if isinstance(inner, FSDPModule):
+                inner.reshard()
         held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for key, value in module.state_dict(keep_vars=True).items():
             if id(value) not in held:
@@ -35,8 +40,8 @@ def own_tensors(pipe: Pipeline) -> dict[Place, Tensor]:
                 reasons.append(f"stage {stage}: '{key}' is a {kind} that is no parameter or buffer; make it a buffer")
             elif value.is_meta or is_lazy(value):
                 reasons.append(f"stage {stage}: '{key}' has no values yet; fill it first")
-            elif isinstance(value, DTensor):
-                reasons.append(f"stage {stage}: '{key}' is sharded (DTensor), which cannot be saved or loaded yet")
+            elif isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+                reasons.append(f"stage {stage}: '{key}' is a DTensor whose sum is still to be taken; redistribute it")
             else:
                 found[stage, key] = value
     if reasons:
@@ -45,12 +50,37 @@ def own_tensors(pipe: Pipeline) -> dict[Place, Tensor]:
 
 
 def described(own: Mapping[Place, Tensor]) -> list[Any]:
-    """`own` as other ranks need to know it, in JSON: a row a place, and the number of its first row if it is shared."""
+    """`own` as other ranks need to know it, in JSON.
+
+    A row a place: stage, key, the number of the first row of the same tensor, shape, dtype, and how many elements this
+    rank writes if the tensor is sharded.
+    """
     first: dict[int, int] = {}
     return [
-        [*place, first.setdefault(id(tensor), row), list(tensor.shape), dtype_name(tensor.dtype)]
+        [
+            *place,
+            first.setdefault(id(tensor), row),
+            list(tensor.shape),
+            dtype_name(tensor.dtype),
+            shard_size(tensor) if isinstance(tensor, DTensor) else None,
+        ]
         for row, (place, tensor) in enumerate(own.items())
     ]
+
+
+def writes(tensor: Tensor, holder: int, rank: int) -> bool:
+    """Whether `rank` writes `tensor`, or its shard of it; `holder` writes what is not sharded."""
+    return shard_size(tensor) > 0 if isinstance(tensor, DTensor) else holder == rank
+
+
+def shard_size(tensor: DTensor) -> int:
+    """How many elements of a sharded tensor this rank writes: those of its shard, unless another rank has the same."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or any(
+        placement.is_replicate() and at for placement, at in zip(tensor.placements, coordinate, strict=True)
+    ):
+        return 0
+    return tensor.to_local().numel()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -67,8 +97,10 @@ class Names:
     """All names of what is saved under a name, sorted."""
     layout: Mapping[str, tuple[list[int], str]]
     """Shape and dtype by the name under which a tensor is saved."""
-    writer: Mapping[str, int]
-    """The first rank that has it."""
+    holder: Mapping[str, int]
+    """The first rank that has it, or a shard of it."""
+    sharded: frozenset[str]
+    """What several ranks have shards of."""
 
     def described(self) -> dict[str, Any]:
         """All of it that does not depend on ranks, in JSON."""
@@ -85,15 +117,18 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
     stages made by hand may, all names are "stage.3.weight" for the key "weight" of stage 3.
 
     Raises:
-        CheckpointError: replicas differ in shape or dtype.
+        CheckpointError: replicas differ in shape or dtype, or shards are missing.
     """
+    elements: dict[Place, int] = defaultdict(int)
     layout: dict[Place, tuple[list[int], str]] = {}
     holders: dict[Place, int] = {}
     same = _Classes()
     reasons = []
     for rank, rows in enumerate(ranks):
-        for stage, key, first, shape, dtype in rows:
+        for stage, key, first, shape, dtype, part in rows:
             place = (stage, key)
+            if part is not None:
+                elements[place] += part
             known = layout.setdefault(place, (shape, dtype))
             if known != (shape, dtype):
                 reasons.append(
@@ -102,6 +137,11 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
                 )
             holders.setdefault(place, rank)
             same.join(place, (rows[first][0], rows[first][1]))
+    reasons += [
+        f"'{key}' of stage {stage} is sharded over other ranks too; give group= with the ranks that hold its shards"
+        for (stage, key), count in elements.items()
+        if count != math.prod(layout[stage, key][0])
+    ]
     by_key = defaultdict(list)
     for stage, key in layout:
         by_key[key].append((stage, key))
@@ -114,17 +154,18 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
     for place in layout:
         members[same.of(place)].append(place)
     saved_as: dict[Place, str] = {}
-    aliases, shapes, writer = {}, {}, {}
+    aliases, shapes, holder = {}, {}, {}
     for places in members.values():
         called = sorted({f"stage.{stage}.{key}" if clash else key for stage, key in places})
         name = called[0]
         aliases[name] = called
         shapes[name] = layout[places[0]]
-        writer[name] = min(holders[place] for place in places)
+        holder[name] = min(holders[place] for place in places)
         saved_as |= dict.fromkeys(places, name)
     if reasons:
         raise CheckpointError("", "", reasons)
-    return Names(saved_as, aliases, shapes, writer)
+    sharded = frozenset(saved_as[place] for place in elements)
+    return Names(saved_as, aliases, shapes, holder, sharded)
 
 
 def misfits(here: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:

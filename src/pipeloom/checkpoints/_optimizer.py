@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipeloom.checkpoints._model import Names, Place, dtype_name
+from pipeloom.checkpoints._model import Names, Place, dtype_name, writes
 from pipeloom.checkpoints._plain import decode, encode
 from pipeloom.errors import CheckpointError
 
@@ -70,16 +70,22 @@ def merged(ranks: Sequence[Any], names: Names) -> tuple[dict[str, Any] | None, d
     return {"class": classes[0], "groups": groups, "parameters": dict(sorted(parameters.items()))}, holder
 
 
-def own_state(optimizer: Optimizer | None, own: Mapping[Place, Tensor], names: Names) -> dict[str, Tensor]:
-    """The tensors in the state of this rank's optimizer, by the names under which they are saved."""
+def to_write(
+    optimizer: Optimizer | None, own: Mapping[Place, Tensor], names: Names, holder: Mapping[str, int], rank: int
+) -> dict[str, Tensor]:
+    """What `rank` writes of the tensors in the state of its optimizer, by the names under which they are saved.
+
+    What is not sharded is written by the `holder`, by parameter; see `merged`.
+    """
+    found: dict[str, Tensor] = {}
     if optimizer is None:
-        return {}
-    return {
-        saved_as(names.saved_as[place], key): value
-        for _, parameter, place in _placed(optimizer, own)
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
+        return found
+    for _, parameter, place in _placed(optimizer, own):
+        name = names.saved_as[place]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and writes(value, holder[name], rank):
+                found[saved_as(name, key)] = value
+    return found
 
 
 def saved_as(parameter: str, key: str) -> str:
@@ -135,8 +141,9 @@ class Loading:
             groups.setdefault(group, {}).setdefault(entry["group"], name)
             self._states[parameter] = name, {key: decode(value) for key, value in entry["values"].items()}
             for key, (shape, dtype, beside) in entry["tensors"].items():
-                device = parameter.device if beside else torch.device("cpu")
-                self.tensors[saved_as(name, key)] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                like = parameter.detach() if beside and shape == list(parameter.shape) else torch.empty(())
+                device = parameter.device if beside else like.device
+                self.tensors[saved_as(name, key)] = like.new_empty(shape, dtype=getattr(torch, dtype), device=device)
         reasons = [
             f"{' and '.join(map(repr, found.values()))} are in one group of the optimizer, and had other options each"
             for found in groups.values()

@@ -63,18 +63,15 @@ def save(
         if differing := [rank for rank, each in enumerate(kept) if each != kept[0]]:
             raise ValueError(f"values differ between rank 0 and ranks {differing}; give the same on every rank")
     agreement.share()
+    rank, ranks = agreement.rank, agreement.ranks
+    held = {names.saved_as[place]: tensor for place, tensor in own.items()}
     parts = {
-        _files.MODEL: ({names.saved_as[place]: tensor for place, tensor in own.items()}, dict(names.writer)),
-        _files.TRAINING: (
-            {_random.saved_as(agreement.rank, kind): state for kind, state in random.items()},
-            {_random.saved_as(rank, kind): rank for rank, kinds in enumerate(generators) for kind in kinds},
-        ),
+        _files.MODEL: {
+            name: tensor for name, tensor in held.items() if _model.writes(tensor, names.holder[name], rank)
+        },
+        _files.TRAINING: _optimizer.to_write(optimizer, own, names, holders, rank)
+        | {_random.saved_as(rank, kind): state for kind, state in random.items()},
     }
-    if whole:
-        tensors, writers = parts[_files.TRAINING]
-        tensors |= _optimizer.own_state(optimizer, own, names)
-        for name, state in whole["parameters"].items():
-            writers.update((_optimizer.saved_as(name, key), holders[name]) for key in state["tensors"])
     content = {
         "model": names.described(),
         "optimizer": whole,
@@ -84,16 +81,18 @@ def save(
     }
     with ExitStack() as saving:
         with agreement.attempt():
-            if agreement.rank == 0:
+            if rank == 0:
                 saving.enter_context(_files.saving(root, directory))
         agreement.share()
         written: dict[str, Any] = {}
         with agreement.attempt():
-            for folder, (tensors, writers) in parts.items():
-                written |= _files.write(root / directory, folder, tensors, writers, agreement.rank)
+            for folder, tensors in parts.items():
+                written |= _files.write(root / directory, folder, tensors, rank + 1, ranks)
+            if rank == 0 and not names.sharded:
+                written |= _files.write_index(root / directory, _files.MODEL, names.holder, ranks)
         for each in agreement.share(written):
             written |= each
         with agreement.attempt():
-            if agreement.rank == 0:
+            if rank == 0:
                 _files.commit(root, directory, {**content, "files": written})
         agreement.share()
