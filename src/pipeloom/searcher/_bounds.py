@@ -16,8 +16,9 @@ def lower_bound(task: Task) -> float:
     the two stretches are apart and their idle times add up.
 
     Before its last gradient leaves, a rank has run all forwards, all gradients for inputs, and the W's without which
-    it had not had the room. A rank before it starts earlier by the way of the first microbatch, and ends later by the
-    way of the last gradient.
+    it had not had the room; before its last forward, all other forwards, and the backwards without which it had not had
+    the room. A rank before it starts earlier by the way of the first microbatch, and ends later by the way of the last
+    one.
     """
     ranks = [_Rank(task, stages) for stages in task.stages_of if stages]
     bounds = [rank.span + (rank.way if task.objective == "makespan" else 0.0) for rank in ranks]
@@ -26,11 +27,16 @@ def lower_bound(task: Task) -> float:
             if rank.stages[0] >= first:
                 there_and_back = _between(task, first, rank.stages[0])
                 bounds.append(there_and_back + rank.until_last_gradient + task.weights[first])
+                there = _down(task, first) - _down(task, rank.stages[0])
+                bounds.append(there + rank.until_last_forward + _up(task, first) + task.weights[first])
     return max(bounds)
 
 
 class _Rank:
-    """What holds for one rank: the least span, and the least time from its first start to its last gradient."""
+    """What holds for one rank: the least span, and the least time from its first start to its last gradient.
+
+    `until_last_forward` goes on until the microbatch of that forward is at the end of the pipeline.
+    """
 
     def __init__(self, task: Task, stages: list[int]) -> None:
         self.stages = stages
@@ -54,6 +60,9 @@ class _Rank:
         )
         forced = -_most([-weights[stage] for stage in stages], microbatches, total - held)
         self.until_last_gradient = work + forced + idle_first
+        forced = -_most([-backward[stage] - weights[stage] for stage in stages], microbatches, total - held)
+        forwards = microbatches * sum(forward[stage] for stage in stages) - forward[last]
+        self.until_last_forward = forwards + forced + idle_first + _down(task, last)
 
 
 def _most_held(task: Task, stages: list[int], total: int) -> int:

@@ -31,23 +31,21 @@ class Taste:
     """How far a stage runs ahead of the next one on its rank: this share of what just keeps the rank busy."""
 
 
+_WAITS = ((0.5, 0.5), (1.0, 1.0), (0.0, 0.0), (1.0, 0.0), (0.5, 0.0), (0.0, 1.0))
 TASTES = tuple(
     Taste(turns, makes_room, deep, patience, heed, lead)
-    for lead, patience, heed, deep, (turns, makes_room) in product(
-        (1.0, 1.25, math.inf),
-        (0.5, 0.0, 1.0),
-        (0.5, 0.0, 1.0),
-        (True, False),
-        ((True, True), (False, False), (True, False), (False, True)),
+    for (turns, makes_room), (patience, heed), deep, lead in product(
+        ((False, False), (True, True), (True, False), (False, True)), _WAITS, (True, False), (1.0, math.inf)
     )
 )
 
 
-def greedy(task: Task, tastes: tuple[Taste, ...] = TASTES) -> Iterator[Schedule]:
-    """A schedule for each taste."""
-    for taste in tastes:
-        rows = _Greedy(task, taste).run()
-        yield task.schedule(rows, "greedy")
+def greedy(task: Task, most: int) -> Iterator[Schedule]:
+    """A schedule for each of the first `most` tastes that differ where there is one stage a rank, or several."""
+    several = task.stages > task.ranks
+    tastes = [taste for taste in TASTES if several or (taste.deep_forward and taste.lead == 1.0)]
+    for taste in tastes[:most]:
+        yield task.schedule(_Greedy(task, taste).run(), "greedy")
 
 
 class _Greedy:

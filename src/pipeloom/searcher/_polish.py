@@ -10,43 +10,39 @@ from pipeloom.action import Action, Kind
 from pipeloom.schedule import Schedule
 from pipeloom.searcher._task import ROUNDING, Task
 
-_PATIENT = 400
-"""After so many changes for nothing for each rank, the search starts anew from the best."""
+_SHARES = (1.0, 0.5, 0.0)
+_REACHES = ("here", "here", "rank", "all")
+"""Where neighbours change places: only here, or wherever later microbatches do the same, on this rank or on all."""
 
 
-def polish(task: Task, start: Schedule, random: Random) -> Iterator[Schedule]:
-    """Ever better schedules, without end; the first is `start` with its W's wherever a rank would wait."""
+def refilled(task: Task, start: Schedule) -> Iterator[Schedule]:
+    """`start` with its W's wherever a rank would wait for most of one, for half of one, or at all."""
     decoder = _Decoder(task)
     orders = decoder.orders(start)
-    for share in (1.0, 0.5, 0.0):
-        decoded = decoder.decode(orders, share)
-        if decoded is not None:
-            yield decoder.schedule(decoded)
-            yield from _climbed(decoder, [list(order) for order in orders], decoded, share, random)
+    decoded = (decoder.decode(orders, share) for share in _SHARES)
+    yield from (decoder.schedule(each) for each in decoded if each is not None)
 
 
-def _climbed(
-    decoder: _Decoder, orders: list[list[int]], best: _Decoded, share: float, random: Random
-) -> Iterator[Schedule]:
-    """Better schedules, until many changes in turn have been for nothing."""
-    now = best
-    vain = 0
-    while vain < _PATIENT * len(orders):
-        rank, at = random.choice(now.critical) if now.critical else (0, 0)
+def climbed(task: Task, start: Schedule, random: Random) -> Iterator[Schedule | None]:
+    """Ever better schedules; None after each change that was for nothing. It does not end by itself."""
+    decoder = _Decoder(task)
+    orders = decoder.orders(start)
+    decoded = [(each.value, share, each) for share in _SHARES if (each := decoder.decode(orders, share)) is not None]
+    if not decoded:
+        return
+    _, share, now = min(decoded, key=lambda each: each[:2])
+    while True:
+        rank, at = random.choice(now.critical)
         at += random.choice((0, 0, 0, -1, 1))
-        order = orders[rank]
-        vain += 1
-        if not 0 < at < len(order):
-            continue
-        order[at - 1], order[at] = order[at], order[at - 1]
-        found = decoder.decode(orders, share)
+        found = None
+        if 0 < at < len(orders[rank]):
+            changed = decoder.changed(orders, rank, at, random.choice(_REACHES))
+            found = decoder.decode(changed, share)
         if found is None or found.value > now.value * (1 + ROUNDING):
-            order[at - 1], order[at] = order[at], order[at - 1]
+            yield None
             continue
-        if found.value < now.value * (1 - ROUNDING):
-            vain = 0
-            yield decoder.schedule(found)
-        now = found
+        yield decoder.schedule(found) if found.value < now.value * (1 - ROUNDING) else None
+        now, orders = found, changed
 
 
 @dataclass(slots=True)
@@ -67,6 +63,9 @@ class _Decoder:
         self.half = task.stages * task.microbatches
         """From this number on, actions are I's or whole B's; below, F's."""
         self.stage = [number // task.microbatches for number in range(self.half)] * 2
+        local = {stage: place for stages in task.stages_of for place, stage in enumerate(stages)}
+        self.like = [(local[stage], number >= self.half) for number, stage in enumerate(self.stage)]
+        """What is alike on all ranks: the how-manieth stage of its rank, and whether forward or backward."""
         self.rank = [task.placement[stage] for stage in self.stage]
         times = task.table["F"], task.backward
         self.time = [times[number >= self.half][stage] for number, stage in enumerate(self.stage)]
@@ -92,6 +91,26 @@ class _Decoder:
             ]
             for row in schedule.rows
         ]
+
+    def changed(self, orders: Sequence[list[int]], rank: int, at: int, reach: str) -> list[list[int]]:
+        """Orders in which the action at a place and the one before it have changed places, and others like them."""
+        found = list(orders)
+        order = found[rank] = list(orders[rank])
+        if reach == "here":
+            order[at - 1], order[at] = order[at], order[at - 1]
+            return found
+        pair = self.like[order[at - 1]], self.like[order[at]]
+        since = order[at] % self.microbatches
+        for each in [rank] if reach == "rank" else range(len(orders)):
+            order = found[each] = list(orders[each])
+            place = 1
+            while place < len(order):
+                before, number = order[place - 1], order[place]
+                if number % self.microbatches >= since and (self.like[before], self.like[number]) == pair:
+                    order[place - 1], order[place] = number, before
+                    place += 1
+                place += 1
+        return found
 
     def schedule(self, decoded: _Decoded) -> Schedule:
         rows: list[list[Action]] = []

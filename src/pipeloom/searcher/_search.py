@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
+from random import Random
 
 from pipeloom import placement as placements
 from pipeloom.costs import Costs
@@ -13,15 +15,23 @@ from pipeloom.errors import SizeError
 from pipeloom.schedule import Schedule
 from pipeloom.searcher._bounds import lower_bound
 from pipeloom.searcher._exact import LARGEST, available, exact
-from pipeloom.searcher._greedy import TASTES, greedy
+from pipeloom.searcher._greedy import greedy
 from pipeloom.searcher._known import known
+from pipeloom.searcher._polish import climbed, refilled
 from pipeloom.searcher._stretch import stretched
 from pipeloom.searcher._task import ROUNDING, Objective, Task
 from pipeloom.simulator import simulate
 from pipeloom.wiring import Wiring
 
 _MANY = 200_000
-"""From so many actions on, only a few list schedules are tried."""
+_FEW, _ALL = 4, 1_000
+"""How many list schedules are tried, at most, for more than that many actions, and for fewer."""
+
+_LEADERS = 4
+"""How many of the best schedules are starting points for changes."""
+
+_CHANGES = 500_000
+"""How many actions are run again for a unit of work spent on changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +49,7 @@ class Found:
     bound: float
     proven: bool
     how: str
-    """What found it: the name of a schedule, "greedy", "exact", or one of these with its middle repeated."""
+    """What found it: the name of a schedule, "greedy", "polished" or "exact", perhaps with its middle repeated."""
 
     @property
     def gap(self) -> float:
@@ -91,11 +101,11 @@ def search(
         for found in _placements(placement, ranks, stages_per_rank)
     ]
     bests = []
-    for count, task in enumerate(tasks):
+    for done, task in enumerate(tasks):
         best = _Best(task, progress)
         bests.append(best)
         try:
-            _improve(best, budget.part(len(tasks) - count), work)
+            _improve(best, budget.part(len(tasks) - done), work)
         except KeyboardInterrupt:
             if best.schedule is None:
                 raise
@@ -127,6 +137,7 @@ class _Best:
         self.bound = lower_bound(task)
         self.schedule: Schedule | None = None
         self.value = math.inf
+        self.leaders: list[tuple[float, Schedule]] = []
 
     @property
     def is_proven(self) -> bool:
@@ -134,6 +145,7 @@ class _Best:
 
     def offer(self, schedule: Schedule) -> None:
         value = self.task.value(schedule)
+        self.leaders = sorted([*self.leaders, (value, schedule)], key=lambda each: each[0])[:_LEADERS]
         if value < self.value * (1 - ROUNDING):
             self.schedule, self.value = schedule, value
             if self.progress:
@@ -163,24 +175,55 @@ def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
     task = best.task
     actions = (3 if task.splits else 2) * task.stages * task.microbatches
     best.offer_all(known(task), budget)
-    if best.is_proven:
+    _refill(best, budget)
+    if not best.is_proven and (best.schedule is None or budget.left() > 0):
+        best.offer_all(greedy(task, _FEW if actions > _MANY else _ALL), budget.part(4))
+        _refill(best, budget)
+    if best.is_proven or best.schedule is None or budget.left() <= 0:
         return
-    best.offer_all(greedy(task, TASTES if actions < _MANY else TASTES[:4]), budget)
-    if best.is_proven or best.schedule is None or not available():
-        return
-    if actions <= LARGEST:
+    solves = available()
+    if solves and actions > LARGEST:
+        _from_fewer(best, budget.part(2), work, LARGEST * task.microbatches // (2 * actions))
+    _climb(best, budget.part(3 if solves and actions <= LARGEST else 1), work, actions)
+    if solves and actions <= LARGEST and not best.is_proven and budget.left() > 0:
         answer = exact(task, best.schedule, best.bound, seconds=budget.left(), work=work)
         best.bound = max(best.bound, answer.bound)
         if answer.rows:
             best.offer(task.schedule(answer.rows, "exact"))
+
+
+def _refill(best: _Best, budget: _Budget) -> None:
+    """Put the W's of the best schedules elsewhere."""
+    for _, schedule in list(best.leaders):
+        if not best.is_proven and budget.left() > 0:
+            best.offer_all(refilled(best.task, schedule), budget)
+
+
+def _climb(best: _Best, budget: _Budget, work: float | None, actions: int) -> None:
+    """Change the best schedules in places, each for as long."""
+    leaders = list(best.leaders)
+    random = Random(0)
+    for done, (_, schedule) in enumerate(leaders):
+        share = budget.part(len(leaders) - done)
+        most = math.inf if work is None else work * _CHANGES / actions / len(leaders)
+        for tried, found in zip(count(1), climbed(best.task, schedule, random), strict=False):
+            if found is not None:
+                best.offer(found)
+            if best.is_proven:
+                return
+            if share.left() <= 0 or tried >= most:
+                break
+
+
+def _from_fewer(best: _Best, budget: _Budget, work: float | None, microbatches: int) -> None:
+    """Search with fewer microbatches, and repeat the middle of what is found."""
+    task = best.task
+    if microbatches < 2 * task.ranks:
         return
-    few = replace(task, microbatches=max(1, LARGEST * task.microbatches // (2 * actions)))
-    if few.microbatches < 2 * task.ranks:
-        return
-    shorter = _Best(few, None)
-    _improve(shorter, budget, work)
-    if shorter.schedule is not None:
-        best.offer_all(stretched(shorter.schedule, task), budget)
+    few = _Best(replace(task, microbatches=microbatches), None)
+    _improve(few, budget, work)
+    for _, schedule in few.leaders:
+        best.offer_all(stretched(schedule, task), budget)
 
 
 def _placements(placement: str | Mapping[int, int], ranks: int, stages_per_rank: int | None) -> list[Mapping[int, int]]:
@@ -209,9 +252,9 @@ def _task(
     objective: Objective,
     splits: bool,
 ) -> Task:
-    for what, count in {"ranks": ranks, "microbatches": microbatches}.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise SizeError(f"search: {what} must be a whole number, 1 or more, got {count!r}")
+    for what, size in {"ranks": ranks, "microbatches": microbatches}.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise SizeError(f"search: {what} must be a whole number, 1 or more, got {size!r}")
     table = costs.table(Wiring(len(placement)))
     shares, static = [0.0] * ranks, [0.0] * ranks
     for stage, rank in placement.items():
