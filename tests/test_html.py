@@ -274,6 +274,9 @@ def test_memory_against_a_limit(opened: Open) -> None:
     page.get_by_role("button", name="Memory").click()
     against = picture(page)
     assert against != without
+    x, y = at(page, number_of(timeline, "0F5"))
+    page.mouse.move(x, y + 30)
+    assert page.locator("#tip").inner_text() == "rank 0 holds 6 of 4"
     roomy = opened(timeline, memory=7)
     roomy.keyboard.press("m")
     assert picture(roomy) != against
@@ -337,7 +340,7 @@ def test_hostile_names_do_no_harm(opened: Open, name: str) -> None:
     written = name.replace("\u2028", "\\u2028").replace("\0", "\\x00")
     title = f"{written}: 2 ranks, 2 stages, 2 microbatches"
     assert page.title() == f"{title}; {title}"
-    assert page.locator("#figures thead th").all_inner_texts()[1:] == [title, title]
+    assert page.locator("#figures thead th").all_inner_texts()[1:] == [written, written]
     assert page.locator("img").count() == 0
     assert page.locator("script").count() == 3
     page.mouse.click(*at(page, 0))

@@ -88,6 +88,7 @@ def _head(timeline: Timeline, columns: dict[str, array[Any]], times: Times) -> d
     path = timeline.critical_path
     return {
         "title": shown(title(timeline), 200),
+        "name": shown(timeline.schedule.name) + (" (measured)" if timeline.measured else ""),
         "headline": headline(timeline, times),
         "makespan": timeline.makespan,
         "communicates": timeline.schedule.communicates,

@@ -67,7 +67,7 @@ async function main() {
 
   function point(at) {
     const found = at && painter.at(at.x, at.y);
-    painter.hovered = found;
+    painter.hovered = found && "size" in found ? null : found;
     tip.hidden = !found;
     if (found) {
       tip.textContent = words.short(found);
@@ -109,7 +109,8 @@ async function main() {
   canvas.addEventListener("pointerup", (event) => {
     held.delete(event.pointerId);
     canvas.classList.remove("dragging");
-    if (moved < 4) view.select(painter.at(place(event).x, place(event).y));
+    const found = moved < 4 && painter.at(place(event).x, place(event).y);
+    if (moved < 4) view.select(found && !("size" in found) ? found : null);
   });
   canvas.addEventListener("pointercancel", (event) => held.delete(event.pointerId));
   canvas.addEventListener("pointerleave", () => point(null));
@@ -196,10 +197,6 @@ async function main() {
   new ResizeObserver(() => view.changed()).observe(canvas);
   document.title = page.title;
   view.read(page.timelines);
-  if (view.selected) {
-    painter.arrange();
-    reveal(view.selected);
-  }
   view.changed();
   return { page, view, painter, words };
 }

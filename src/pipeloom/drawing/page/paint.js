@@ -271,7 +271,7 @@ class Painter {
       }
       const box = this.box(timeline, event);
       if (!box) continue;
-      const y = box.top + box.height / 2;
+      const y = box.top + box.height - 2.5;
       if (before === null) context.moveTo(box.left, y);
       else if (box.right - drawn > 0.5 || y !== before) context.lineTo(box.left, y);
       context.lineTo(box.right, y);
@@ -326,17 +326,21 @@ class Painter {
       const x = this.x((at * step) / factor);
       context.moveTo(x, AXIS - 6);
       context.lineTo(x, AXIS);
-      context.fillText(String(Number((at * step).toPrecision(12))), x, AXIS - 14);
+      const text = String(Number((at * step).toPrecision(12)));
+      if (x + context.measureText(text).width / 2 < this.width) context.fillText(text, x, AXIS - 14);
     }
     context.stroke();
-    context.textAlign = "right";
-    context.fillStyle = theme.paper;
-    context.fillRect(0, 0, GUTTER - 4, AXIS - 1);
-    context.fillStyle = theme.faint;
-    context.fillText(this.page.unit ? `time (${this.page.unit})` : "time", GUTTER - 8, AXIS - 14);
+    context.textAlign = "left";
+    context.fillText(this.page.unit || "time", 10, AXIS - 14);
   }
 
-  // What is at a place of the canvas: an event, an idle stretch, or nothing.
+  // What a rank holds at a time.
+  heldAt(timeline, rank, time) {
+    const first = timeline.memory_at[rank], times = timeline.memory_time.subarray(first, timeline.memory_at[rank + 1]);
+    return time > timeline.makespan ? null : { timeline, rank, size: timeline.memory_size[first + Math.max(above(times, time) - 1, 0)] };
+  }
+
+  // What is at a place of the canvas: an event, an idle stretch, the memory of a rank, or nothing.
   at(x, y) {
     if (x < GUTTER || y < AXIS) return null;
     const row = this.rows.find((each) => y >= this.y(each.y) && y < this.y(each.y + each.size));
@@ -345,7 +349,7 @@ class Painter {
     const slack = (this.view.right - this.view.left) / (this.width - GUTTER);
     const number = below < row.row ? 0 : this.view.show.messages ? 1 + Math.floor((below - row.row) / (LANE + 1)) : -1;
     const lane = lanes[number];
-    if (!lane) return null;
+    if (!lane) return this.view.show.memory && time >= 0 ? this.heldAt(timeline, rank, time) : null;
     let found = -1, distance = Infinity;
     for (let at = above(lane.starts, time + 2 * slack) - 1; at >= 0 && lane.reach[at] >= time - 2 * slack; at--) {
       const event = lane.events[at];

@@ -34,7 +34,11 @@ class Words {
   }
 
   // A few lines, for the tip at the pointer.
-  short({ timeline, event, idle }) {
+  short({ timeline, event, idle, rank: holder, size }) {
+    if (size !== undefined) {
+      const limit = this.page.memory === null ? "" : ` of ${Number(this.page.memory.toPrecision(6))}`;
+      return `rank ${holder} holds ${Number(size.toPrecision(6))}${limit}`;
+    }
     if (idle !== undefined) {
       const rank = timeline.rankOfIdle(idle);
       return `rank ${rank} is idle\n${this.stretch(timeline.idle_start[idle], timeline.idle_end[idle])}\nclick to read why`;
@@ -93,7 +97,7 @@ class Words {
 
   figures() {
     const { timelines, figures } = this.page;
-    const head = element("tr", "", element("th"), ...timelines.map(({ title }) => element("th", title)));
+    const head = element("tr", "", element("th"), ...timelines.map(({ name }) => element("th", name)));
     const rows = figures.map(([name, ...values]) =>
       element("tr", "", element("th", name), ...values.map((value) => element("td", value))));
     return this.table(head, rows);
