@@ -1,7 +1,7 @@
 """The executor: walks one rank's rows for one step.
 
-The rows are compiled once, to calls that a `Run` makes in order. A `Run` holds what one step needs and nothing else
-does: inputs and targets, values on their way, tapes of forwards whose backward is to come.
+The rows are compiled once (`pipeloom.runtime.program`), to calls that a `Run` makes in order. A `Run` holds what one
+step needs and nothing else does: inputs and targets, values on their way, tapes of forwards whose backward is to come.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeloom.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind
+from pipeloom.action import Action, Kind
 from pipeloom.runtime.batch import Batch
 from pipeloom.runtime.overlap import Part
 from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.replicas import Replicas
 from pipeloom.runtime.split_backward import Gradients
 from pipeloom.runtime.tape import Tape
+from pipeloom.runtime.times import Times
 from pipeloom.runtime.transport import Pending, Transport
 from pipeloom.runtime.tree import map_tensors, tensors
 from pipeloom.schedule import Schedule
@@ -33,9 +34,17 @@ Edge = tuple[int, int, int]
 """From stage, to stage, microbatch."""
 
 
-@dataclass(slots=True)
-class Program:
-    """The rows of one rank of a lowered schedule, compiled to calls."""
+class Step(NamedTuple):
+    """One call of a run: what it does, the cell that it stands for, and the number of the action."""
+
+    call: Call
+    cell: Action
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the runs of one rank have in common."""
 
     schedule: Schedule
     rank: int
@@ -44,75 +53,9 @@ class Program:
     registered: Mapping[Kind, Callable[..., None]]
     randomness: Randomness | None
     replicas: Replicas
-    calls: list[tuple[Call, Action]] = field(init=False)
-    accepts: dict[int, frozenset[str] | None] = field(init=False)
-    """The keyword arguments that each stage's forward takes; None for any."""
-
-    def __post_init__(self) -> None:
-        self.accepts = {stage: keywords_of(module) for stage, module in self.modules.items()}
-        row = self.schedule.rows[self.rank]
-        self.calls = []
-        coming: set[int] = set()
-        at = 0
-        while at < len(row):
-            cell = row[at]
-            at += 1
-            for stage in dict.fromkeys(action.stage for action in cell.computes if action.stage in coming):
-                coming.remove(stage)
-                self.calls.append((partial(_call, function=partial(self.replicas.gathered, stage)), cell))
-            if cell.kind is Kind.UNSHARD and self.replicas.sharded(cell.stage):
-                coming.add(cell.stage)
-            if cell.kind in self.registered or cell.parts:
-                sends: list[tuple[int, Call]] = []
-                while at < len(row) and (maker := _maker(row[at], cell)) is not None:
-                    sends.append((maker, self._compile(row[at])))
-                    at += 1
-                self.calls.append((partial(Run.parts, cell=cell, sends=sends), cell))
-            else:
-                self.calls.append((self._compile(cell), cell))
-
-    def _compile(self, cell: Action) -> Call:
-        if cell.kind in COMPUTE:
-            return partial(_COMPUTE[cell.kind], stage=cell.stage, microbatch=cell.microbatch)
-        if cell.kind in COMMUNICATION:
-            edge = self._edge(cell)
-            if cell.kind in SENDS:
-                return partial(Run.send, edge=edge, peer=self.schedule.placement[edge[1]])
-            return partial(Run.receive, edge=edge, peer=self.schedule.placement[edge[0]])
-        if cell.kind is Kind.REDUCE_GRAD:
-            return partial(Run.reduce, stage=cell.stage)
-        if not self.replicas.sharded(cell.stage):
-            return _nothing
-        gathers = cell.kind is Kind.UNSHARD
-        return partial(_call, function=partial(self.replicas.gather if gathers else self.replicas.drop, cell.stage))
-
-    def _edge(self, cell: Action) -> Edge:
-        """The edge that a send or receive serves: its far end is named, or the neighbour on the chain."""
-        forward = cell.kind in (Kind.SEND_F, Kind.RECV_F)
-        sends = cell.kind in SENDS
-        far = cell.far if cell.far >= 0 else cell.stage + (1 if forward == sends else -1)
-        return (cell.stage, far, cell.microbatch) if sends else (far, cell.stage, cell.microbatch)
 
 
-def _nothing(_: Run) -> None:
-    """UNSHARD and RESHARD of a module that is not sharded."""
-
-
-def _call(_: Run, function: Callable[[], None]) -> None:
-    function()
-
-
-def _maker(send: Action, cell: Action) -> int | None:
-    """Which of the actions in `cell` produces what `send` carries; None if none does."""
-    if send.kind not in SENDS:
-        return None
-    makers = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.B, Kind.I)
-    for index, part in enumerate(cell.computes):
-        if part.stage == send.stage and part.microbatch == send.microbatch and part.kind in makers:
-            return index
-    return None
-
-
+@lru_cache(maxsize=1024)
 def keywords_of(module: nn.Module) -> frozenset[str] | None:
     """The keyword arguments that a module takes; None for any."""
     parameters = inspect.signature(module.forward).parameters.values()
@@ -128,6 +71,7 @@ def keywords_of(module: nn.Module) -> frozenset[str] | None:
 @dataclass(frozen=True, slots=True)
 class _Coming:
     value: Pending
+    number: int
 
 
 class Run:
@@ -135,7 +79,7 @@ class Run:
 
     def __init__(
         self,
-        program: Program,
+        work: Work,
         transport: Transport | None,
         batch: Batch,
         step: int,
@@ -145,47 +89,54 @@ class Run:
         reduce: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.program = program
+        self.work = work
         self.batch = batch
         self.train = train
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self.microbatch: int | None = None
         """The microbatch whose forward is running."""
-        self.action: Action | None = None
+        self.cell: Action | None = None
         """The cell that is running."""
+        self._number = 0
+        self._ready: Any = None
+        """When the running action had its inputs."""
+        self._times: Times
         self._keep = keep
         self._reduce = reduce
         self._scaler = scaler
         self._step = step
-        self._randomness = program.randomness if train else None
+        self._randomness = work.randomness if train else None
         self._transport = transport
-        self._wiring = program.schedule.wiring
-        self._placement = program.schedule.placement
+        self._wiring = work.schedule.wiring
         self._values: dict[Edge, Any] = {}
         """What came or goes along an edge: a value, or a `Pending` one."""
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._added: list[Tensor] = []
 
-    def walk(self) -> None:
-        """Run every action of the row, in order.
+    def walk(self, steps: Sequence[Step], times: Times) -> None:
+        """Make every call, in order, and note in `times` when each action ran.
 
         Whatever an action raises goes on to the caller, with a note that says which action it was.
         """
+        self._times = times
+        now = times.now
         try:
-            for call, action in self.program.calls:
-                self.action = action
+            for call, self.cell, self._number in steps:
+                self._ready = now()
                 call(self)
+                times.starts[self._number] = self._ready
+                times.ends[self._number] = now()
             if self._transport is not None:
                 self._transport.flush()
         except BaseException as error:
-            error.add_note(f"in {self.action} on rank {self.program.rank} of {self.program.schedule.name}")
+            error.add_note(f"in {self.cell} on rank {self.work.rank} of {self.work.schedule.name}")
             raise
 
     def reduce(self, stage: int) -> None:
         """Average the gradients of a stage over its replicas, unless this step leaves it to a later one."""
         if self._reduce:
-            self.program.replicas.reduce(stage)
+            self.work.replicas.reduce(stage)
 
     def send(self, edge: Edge, peer: int) -> None:
         assert self._transport is not None
@@ -193,15 +144,19 @@ class Run:
 
     def receive(self, edge: Edge, peer: int) -> None:
         assert self._transport is not None
-        self._values[edge] = _Coming(self._transport.receive(peer))
+        self._values[edge] = _Coming(self._transport.receive(peer), self._number)
 
     def _take(self, edge: Edge) -> Any:
         value = self._values.pop(edge)
-        return value.value.wait() if isinstance(value, _Coming) else value
+        if not isinstance(value, _Coming):
+            return value
+        found = value.value.wait()
+        self._ready = self._times.ends[value.number] = self._times.now()
+        return found
 
     def forward(self, stage: int, microbatch: int) -> None:
         tape, arguments, keywords = self.begin_forward(stage, microbatch)
-        output = self.program.modules[stage](*arguments, **keywords)
+        output = self.work.modules[stage](*arguments, **keywords)
         self.end_forward(stage, microbatch, tape, output)
 
     def begin_forward(self, stage: int, microbatch: int) -> tuple[Tape, tuple[Any, ...], Mapping[str, Any]]:
@@ -227,7 +182,7 @@ class Run:
     def _keywords(self, stage: int, microbatch: int) -> Mapping[str, Any]:
         if not self.batch.keywords:
             return {}
-        accepted = self.program.accepts[stage]
+        accepted = keywords_of(self.work.modules[stage])
         given = self.batch.keywords[microbatch]
         return given if accepted is None else {name: given[name] for name in given if name in accepted}
 
@@ -272,7 +227,7 @@ class Run:
         return (tuple(chain) if len(chain) > 1 else chain[0]), skip
 
     def _finish(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None:
-        loss_fn = self.program.loss_fn
+        loss_fn = self.work.loss_fn
         if loss_fn is not None and (self.train or self.batch.targets):
             found = loss_fn(output, self.batch.targets[microbatch]) if self.batch.targets else loss_fn(output)
             loss = found[0] if isinstance(found, tuple) else found
@@ -308,7 +263,7 @@ class Run:
 
     def module(self, stage: int) -> nn.Module:
         """The module of a stage."""
-        return self.program.modules[stage]
+        return self.work.modules[stage]
 
     def tape(self, stage: int, microbatch: int) -> Tape:
         """What the backward of a stage needs of its forward."""
@@ -334,27 +289,38 @@ class Run:
 
     def run(self, action: Action) -> None:
         """Run one compute action as it is."""
-        _COMPUTE[action.kind](self, action.stage, action.microbatch)
+        COMPUTING[action.kind](self, action.stage, action.microbatch)
 
-    def parts(self, cell: Action, sends: Sequence[tuple[int, Call]]) -> None:
+    def parts(self, cell: Action, sends: Sequence[tuple[int, Call, int]], first: int) -> None:
         """Run a composite, or an action whose kind has a function of its own.
 
-        `sends` follow the cell in the row, each with the part that it waits for. They leave in that order, and as
-        soon as the part is done.
+        `sends` follow the cell in the row, each with the part that it waits for and its number. They leave in that
+        order, and as soon as the part is done. `first` is the number of the first part.
         """
         waiting = deque(sends)
+        times = self._times
 
-        def send() -> None:
+        def done(index: int) -> None:
+            times.ends[first + index] = times.now()
             while waiting and parts[waiting[0][0]].finished:
-                waiting.popleft()[1](self)
+                _, send, number = waiting.popleft()
+                times.starts[number] = times.now()
+                send(self)
+                times.ends[number] = times.now()
 
-        registered = self.program.registered
-        parts = [Part(self, part, send, registered.get(part.kind)) for part in cell.computes]
+        registered = self.work.registered
+        parts = [
+            Part(self, part, partial(done, index), registered.get(part.kind))
+            for index, part in enumerate(cell.computes)
+        ]
         function = registered.get(cell.kind) if cell.parts else None
         if function is None:
-            for part in parts:
+            for index, part in enumerate(parts):
+                self._ready = times.now()
                 part()
+                times.starts[first + index] = self._ready
         else:
+            times.starts[first : first + len(parts)] = [times.now()] * len(parts)
             function(*parts)
         unfinished = [str(part.action) for part in parts if not part.finished]
         if unfinished:
@@ -364,7 +330,7 @@ class Run:
             )
 
 
-_COMPUTE: dict[Kind, Callable[..., None]] = {
+COMPUTING: dict[Kind, Callable[..., None]] = {
     Kind.F: Run.forward,
     Kind.B: Run.backward,
     Kind.I: Run.backward_inputs,

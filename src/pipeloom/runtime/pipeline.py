@@ -17,16 +17,21 @@ from pipeloom.errors import BatchError, PipelineError
 from pipeloom.passes import forward_only
 from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
-from pipeloom.runtime.executor import Program, Run
+from pipeloom.runtime.executor import Run, Work, keywords_of
 from pipeloom.runtime.fitting import digest, lowered, modules_of, refuse_misfits
+from pipeloom.runtime.leftovers import Leftovers
 from pipeloom.runtime.microbatches import Handling, Weight, merge
+from pipeloom.runtime.program import Program
 from pipeloom.runtime.randomness import Randomness
-from pipeloom.runtime.replicas import Replicas, local
+from pipeloom.runtime.replicas import Replicas
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.team import Team
 from pipeloom.runtime.ties import Ties
+from pipeloom.runtime.times import Times
+from pipeloom.runtime.tracing import trace
 from pipeloom.runtime.transport import Plain
 from pipeloom.schedule import Schedule
+from pipeloom.timeline import Timeline
 
 
 class Pipeline:
@@ -99,10 +104,9 @@ class Pipeline:
         self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
         self._replicas.later = self._ties.copies()
         self._run: Run | None = None
+        self._times: Times | None = None
         self._loss: Tensor | None = None
-        self._empty: list[nn.Parameter] = []
-        """Parameters that had no gradient before the last step."""
-        self._failed_with_gradients = False
+        self._leftovers = Leftovers(self._modules.values(), self._replicas)
 
     @property
     def first(self) -> bool:
@@ -213,7 +217,7 @@ class Pipeline:
                 "a gradient scaler of one rank skips steps that other ranks take; use "
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with this pipeline's process group"
             )
-        self._refuse_leftovers()
+        self._leftovers.refuse()
 
     def _train(
         self,
@@ -225,7 +229,7 @@ class Pipeline:
         reduce: bool,
     ) -> Any:
         self._replicas.begin_step()
-        self._empty = [parameter for parameter in self._parameters() if parameter.grad is None]
+        self._leftovers.begin()
         if scaler is not None:
             scaler.scale(torch.ones((), device=self._device))  # it must know its device on every rank
         self._ties.begin()
@@ -238,27 +242,16 @@ class Pipeline:
             self._replicas.finish_step(reduce=reduce)
         except BaseException:
             self._ties.abort()
-            self._forget_step()
+            self._leftovers.undo()
             raise
         return output
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for module in self._modules.values() for parameter in module.parameters())
-
-    def _forget_step(self) -> None:
-        """Gradients that were None before the last step are None again; whether others were held is remembered."""
-        self._replicas.abort_step()
-        for parameter in self._empty:
-            parameter.grad = None
-        self._empty = []
-        self._failed_with_gradients = any(parameter.grad is not None for parameter in self._parameters())
 
     def _gather(self) -> None:
         """Wait for all ranks; if the last step failed elsewhere, it fails here too."""
         try:
             self._team.gather()
         except BaseException:
-            self._forget_step()
+            self._leftovers.undo()
             raise
 
     @contextmanager
@@ -280,9 +273,9 @@ class Pipeline:
             yield batch
 
     def _where(self) -> tuple[Schedule, Action] | None:
-        if self._run is None or self._run.action is None:
+        if self._run is None or self._run.cell is None:
             return None
-        return self._run.program.schedule, self._run.action
+        return self._run.work.schedule, self._run.cell
 
     def tie(self, *names: str) -> None:
         """Make the parameters of these names one weight, whichever stages and ranks hold them; every rank calls it.
@@ -375,12 +368,25 @@ class Pipeline:
             self._modules, self.schedule.stages, max_norm, self._group, uncounted=self._ties.uncounted()
         )
 
+    def trace(self) -> Timeline | None:
+        """When each action of the last `step` or `eval` ran, of all ranks; every rank calls it.
+
+        Times are in seconds; see `pipeloom.runtime.tracing` for how the clocks of machines are brought together.
+
+        Returns:
+            The timeline on rank 0 of the group; None elsewhere.
+        """
+        if self._run is None or self._times is None:
+            raise PipelineError("there is no timeline before the first step")
+        self._gather()
+        return trace(self._run.work.schedule, self.rank, self._times, self._team.transport, self._device)
+
     def close(self) -> None:
         """Let go of the connections to the other ranks; every rank calls it."""
         self._team.close()
 
     def _refuse_unknown_keywords(self, keywords: Sequence[Mapping[str, Any]]) -> None:
-        accepts = self._program(None).accepts.values()
+        accepts = [keywords_of(module) for module in self._modules.values()]
         if any(names is None for names in accepts):
             return
         known = frozenset[str]().union(*(names for names in accepts if names is not None))
@@ -395,7 +401,15 @@ class Pipeline:
         if microbatches not in self._programs:
             schedule = self.schedule if microbatches is None else forward_only(self.schedule, microbatches).checked()
             self._programs[microbatches] = Program(
-                schedule, self.rank, self._modules, self._loss_fn, self._registered, self._randomness, self._replicas
+                Work(
+                    schedule,
+                    self.rank,
+                    self._modules,
+                    self._loss_fn,
+                    self._registered,
+                    self._randomness,
+                    self._replicas,
+                )
             )
         return self._programs[microbatches]
 
@@ -412,33 +426,23 @@ class Pipeline:
     ) -> Any:
         program = self._program(microbatches)
         run = self._run = Run(
-            program, self._team.transport, batch, self.steps, train=train, keep=keep, reduce=reduce, scaler=scaler
+            program.work, self._team.transport, batch, self.steps, train=train, keep=keep, reduce=reduce, scaler=scaler
         )
         self._loss = None
         self._replicas.begin()
         try:
-            run.walk()
+            times = self._times = Times(program.actions, self._device)
+            run.walk(program.steps, times)
             self._team.settle()
         except BaseException:
             self._replicas.abort()
             raise
-        order = range(program.schedule.microbatches)
+        order = range(program.work.schedule.microbatches)
         if losses is not None:
             losses[:] = [run.losses[index] for index in order if index in run.losses]
         if run.losses:
             self._loss = torch.stack([run.losses[index] * batch.share(index) for index in order]).sum()
         return merge([run.outputs[index] for index in order]) if run.outputs else None
-
-    def _refuse_leftovers(self) -> None:
-        if not self._failed_with_gradients:
-            return
-        held = any(each.grad is not None and bool(local(each.grad).any()) for each in self._parameters())
-        if held or self._replicas.lost:
-            raise PipelineError(
-                "a step failed while gradients of earlier steps were held, and they may hold parts of it; "
-                "clear them first: optimizer.zero_grad()"
-            )
-        self._failed_with_gradients = False
 
 
 def _device(modules: Iterable[nn.Module]) -> torch.device:
