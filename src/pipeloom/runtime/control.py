@@ -5,37 +5,31 @@ says hello to all with what must be equal everywhere and what others may ask for
 a value in it. A rank that fails tells all; one whose connection ends without a goodbye, or from which nothing is heard
 past a deadline, has failed as well. Whoever waits for a message then raises, with the name of the rank that failed.
 
-Steps are numbered by each rank. A failure belongs to a step number: a rank that is still in an earlier step finishes
-that first, one that is in a later step already fails there. After a step that failed on all ranks the next may succeed.
+Steps are numbered by each rank, and a failure belongs to the number of a step. A rank that is still in an earlier step
+finishes that first. After a step that failed on all ranks the next may succeed; if one had finished it already, none.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import select
 import socket
 import sys
-import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
 
-from pipeloom.errors import DisagreementError, MessageError, PeerFailed
-from pipeloom.runtime.transport._interface import Plain, Tree
-from pipeloom.runtime.transport._rendezvous import Peer, meet
-from pipeloom.runtime.transport._tree import pack, read
+from pipeloom.errors import DisagreementError, PeerFailed
+from pipeloom.runtime.lines import BYE, Lines, Message, pipe
+from pipeloom.runtime.transport._interface import Plain
 
 Fields: TypeAlias = Mapping[str, Plain]
 
-_LARGEST_FRAME = 1 << 20
 _LONGEST_TEXT = 20_000
 _TELLING = 1.0
 """Seconds that a failing rank stays to tell the others, and that one which lost a connection waits to be told why."""
@@ -57,18 +51,6 @@ class _Failure:
         return PeerFailed(**self.error)  # type: ignore[arg-type]
 
 
-@dataclass(slots=True)
-class _Line:
-    """The connection to one other rank. `left` once it said goodbye, `ended` once nothing more comes."""
-
-    peer: Peer
-    heard: float
-    received: bytearray = field(default_factory=bytearray)
-    leaving: bytearray = field(default_factory=bytearray)
-    left: bool = False
-    ended: bool = False
-
-
 class Control:
     """The control channel of one pipeline; every rank of `group` makes one, in the same order.
 
@@ -81,21 +63,15 @@ class Control:
     def __init__(self, group: dist.ProcessGroup, *, deadline: float = 30.0) -> None:
         self.rank = group.rank()
         self.host = socket.gethostname()
-        self._deadline = deadline
-        now = time.monotonic()
-        self._lines = {rank: _Line(peer, now) for rank, peer in meet(group, "control").items()}
+        self._lines = Lines(group, deadline, self._hear, self._lose)
+        self._changed = self._lines.changed
         self.number = self._settled = 0  # steps are numbered from 1
         self._raised = self._ringing = self._closed = False
         self._failures: list[_Failure] = []
         self._calls: list[Callable[[], None]] = []
         self._hellos: dict[int, dict[int, tuple[Fields, Fields]]] = {}
-        self._changed = threading.Condition(threading.RLock())
-        self._alarm, self._ringer = _pipe()
-        self._woken, self._waker = _pipe()
-        for line in self._lines.values():
-            line.peer.socket.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="pipeloom-control", daemon=True)
-        self._thread.start()
+        self._alarm, self._ringer = pipe()
+        self._lines.start()
         _OPEN.add(self)
 
     def begin(self, equal: Fields, own: Fields) -> None:
@@ -116,7 +92,7 @@ class Control:
             self.number += 1
             self._hellos = {number: said for number, said in self._hellos.items() if number >= self.number}
             self._hellos.setdefault(self.number, {})[self.rank] = (equal, own)
-            self._say({"kind": "hello", "number": self.number, "equal": dict(equal), "own": dict(own)})
+            self._lines.say({"kind": "hello", "number": self.number, "equal": dict(equal), "own": dict(own)})
             self._compare()
             self._ring()
             late = self._known()
@@ -128,9 +104,10 @@ class Control:
     def _torn(self, failure: _Failure) -> _Failure:
         """What a failure becomes of a step that was finished here: what followed may have made ranks differ."""
         reason = (
-            f"this was in step {failure.number}, which rank {self.rank} had finished by then, so that it may hold other "
-            "parameters now than the ranks that failed; no step can follow. Load a checkpoint into a new pipeline. To "
-            "hear of a failure before you use the gradients, call pipe.loss() or clip_grad_norm_ after each step"
+            f"this was in step {failure.number}, which rank {self.rank} had finished by then, so that it may hold "
+            "other parameters now than the ranks that failed; no step can follow. Load a checkpoint into a new "
+            "pipeline. To hear of a failure before you use the gradients, call pipe.loss() or clip_grad_norm_ after "
+            "each step"
         )
         key = "disagreement" if "disagreement" in failure.error else "cause"
         torn = _Failure(None, {**failure.error, key: f"{failure.error[key]!s}; {reason}"})
@@ -147,7 +124,7 @@ class Control:
         """
         with self._changed:
             while rank not in self._hellos[self.number]:
-                if self._known() is not None or self._lines[rank].ended:
+                if self._known() is not None or self._lines.ended(rank):
                     raise self.failure(rank)
                 self._changed.wait()
             return self._hellos[self.number][rank][1][name]
@@ -204,8 +181,7 @@ class Control:
             self._changed.wait_for(lambda: self._known() is not None, _TELLING)
             known = self._known()
             if known is None:
-                line = self._lines[rank]
-                known = self._add(_Failure(None, _lost(line, _LEFT if line.left else _ENDED)))
+                known = self._lose(rank, _LEFT if self._lines.left(rank) else _ENDED)
             if known.number is not None and known.number < self.number:
                 known = self._torn(known)
             if "disagreement" in known.error and not known.heard:
@@ -220,16 +196,13 @@ class Control:
         with self._changed:
             if self._closed:
                 return
-            self._say({"kind": "bye"})
-            self._wait_until_told()
+            self._lines.say(BYE)
+            self._lines.wait_until_said(_TELLING)
             self._closed = True
-        os.write(self._waker, b"w")
-        self._thread.join()
+        self._lines.close()
         _OPEN.discard(self)
-        for line in self._lines.values():
-            line.peer.socket.close()
-        for end in (self._alarm, self._ringer, self._woken, self._waker):
-            os.close(end)
+        os.close(self._alarm)
+        os.close(self._ringer)
 
     def _known(self) -> _Failure | None:
         """The failure that concerns the step this rank is in."""
@@ -257,8 +230,8 @@ class Control:
             return
         self._raised = True
         self._add(failure)
-        self._say({"kind": "failed", "number": failure.number, "error": failure.error})
-        self._wait_until_told()
+        self._lines.say({"kind": "failed", "number": failure.number, "error": failure.error})
+        self._lines.wait_until_said(_TELLING)
 
     def _describe(
         self, error: BaseException, stage: int | None, microbatch: int | None, action: str | None, rows: str
@@ -301,111 +274,15 @@ class Control:
                 )
         return None
 
-    def _say(self, message: Mapping[str, Tree]) -> None:
-        header, _ = pack(message)
-        data = len(header).to_bytes(4, "little") + header
-        for line in self._lines.values():
-            if not line.ended:
-                line.leaving += data
-                self._push(line)
-        if any(line.leaving for line in self._lines.values()):
-            os.write(self._waker, b"w")
+    def _hear(self, rank: int, message: Message) -> None:
+        if message["kind"] == "hello":
+            self._hellos.setdefault(message["number"], {})[rank] = (message["equal"], message["own"])
+            self._compare()
+        elif message["kind"] == "failed":
+            self._add(_Failure(message["number"], message["error"], heard=True))
 
-    def _push(self, line: _Line) -> None:
-        with contextlib.suppress(OSError):
-            while line.leaving:
-                del line.leaving[: line.peer.socket.send(line.leaving)]
-
-    def _wait_until_told(self) -> None:
-        self._changed.wait_for(
-            lambda: not any(line.leaving and not line.ended for line in self._lines.values()), _TELLING
-        )
-
-    def _run(self) -> None:
-        """Serve the connections until closed, on the thread of this channel."""
-        beat = min(0.5, self._deadline / 4)
-        lines = {line.peer.socket.fileno(): line for line in self._lines.values()}
-        awake = time.monotonic()
-        said = awake
-        while True:
-            poll = select.poll()
-            poll.register(self._woken, select.POLLIN)
-            with self._changed:
-                for fd, line in lines.items():
-                    if not line.ended:
-                        poll.register(fd, select.POLLIN | (select.POLLOUT if line.leaving else 0))
-            ready = poll.poll(max(said + beat - time.monotonic(), 0) * 1000)
-            with self._changed:
-                if self._closed:
-                    return
-                now = time.monotonic()
-                if now - awake > self._deadline / 2:  # it was this process that slept
-                    for line in lines.values():
-                        line.heard = now
-                awake = now
-                for fd, _ in ready:
-                    if fd == self._woken:
-                        os.read(self._woken, 4096)
-                    else:
-                        self._serve(lines[fd], now)
-                if now - said >= beat:
-                    self._say({"kind": "beat"})
-                    said = now
-                for line in lines.values():
-                    if not line.ended and not line.left and now - line.heard > self._deadline:
-                        line.ended = True
-                        silent = f"nothing was heard from it for {self._deadline:g} s: it is stopped or out of reach"
-                        self._add(_Failure(None, _lost(line, silent)))
-                self._changed.notify_all()
-
-    def _serve(self, line: _Line, now: float) -> None:
-        self._push(line)
-        try:
-            data = line.peer.socket.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        line.heard = now
-        line.received += data
-        line.ended = not data
-        try:
-            self._read(line)
-        except (MessageError, TypeError, KeyError) as error:
-            line.ended = line.left = True
-            self._add(_Failure(None, _lost(line, f"what it sent on the control channel cannot be read: {error}")))
-        if line.ended and not line.left:
-            self._add(_Failure(None, _lost(line, _ENDED)))
-
-    def _read(self, line: _Line) -> None:
-        while len(line.received) >= 4:
-            length = int.from_bytes(line.received[:4], "little")
-            if length > _LARGEST_FRAME:
-                raise MessageError(f"a message of {length} bytes")
-            if len(line.received) < 4 + length:
-                return
-            message: Any = read(bytes(line.received[4 : 4 + length])).build(())
-            del line.received[: 4 + length]
-            match message["kind"]:
-                case "hello":
-                    hellos = self._hellos.setdefault(message["number"], {})
-                    hellos[line.peer.rank] = (message["equal"], message["own"])
-                    self._compare()
-                case "failed":
-                    self._add(_Failure(message["number"], message["error"], heard=True))
-                case "bye":
-                    line.left = True
-
-
-def _lost(line: _Line, cause: str) -> Fields:
-    return {"rank": line.peer.rank, "cause": cause, "host": line.peer.host}
-
-
-def _pipe() -> tuple[int, int]:
-    reads, writes = os.pipe()
-    os.set_blocking(reads, False)
-    os.set_blocking(writes, False)
-    return reads, writes
+    def _lose(self, rank: int, cause: str) -> _Failure:
+        return self._add(_Failure(None, {"rank": rank, "cause": cause, "host": self._lines.host(rank)}))
 
 
 _OPEN: weakref.WeakSet[Control] = weakref.WeakSet()

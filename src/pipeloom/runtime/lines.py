@@ -1,0 +1,210 @@
+"""Small messages between all ranks of a group, each from and to each, served by a thread of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from pipeloom.errors import MessageError
+from pipeloom.runtime.transport._interface import Tree
+from pipeloom.runtime.transport._rendezvous import Peer, meet
+from pipeloom.runtime.transport._tree import pack, read
+
+Message: TypeAlias = Mapping[str, Any]
+
+BYE: Message = {"kind": "bye"}
+_BEAT: Message = {"kind": "beat"}
+_SECONDS_A_BEAT = 0.5
+_LARGEST_MESSAGE = 1 << 20
+
+
+@dataclass(slots=True)
+class _Line:
+    """The connection to one other rank. `left` once it said goodbye, `ended` once nothing more comes."""
+
+    peer: Peer
+    heard: float
+    received: bytearray = field(default_factory=bytearray)
+    leaving: bytearray = field(default_factory=bytearray)
+    left: bool = False
+    ended: bool = False
+
+
+class Lines:
+    """The connections of this rank.
+
+    Args:
+        group: the ranks.
+        deadline: seconds of silence after which a rank counts as lost.
+        hear: called with a rank and its message. A message is a dict of plain values with a "kind".
+        lose: called with a rank and the reason, when it is lost without having said goodbye.
+
+    Both are called with `changed` held, and whoever waits for `changed` is notified afterwards.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        deadline: float,
+        hear: Callable[[int, Message], None],
+        lose: Callable[[int, str], object],
+    ) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self._deadline, self._hear, self._lose = deadline, hear, lose
+        now = time.monotonic()
+        self._lines = {rank: _Line(peer, now) for rank, peer in meet(group, "control").items()}
+        for line in self._lines.values():
+            line.peer.socket.setblocking(False)
+        self._woken, self._waker = pipe()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="pipeloom-control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """How many other ranks there are."""
+        return len(self._lines)
+
+    def host(self, rank: int) -> str:
+        return self._lines[rank].peer.host
+
+    def ended(self, rank: int) -> bool:
+        """Whether nothing more can come from `rank`."""
+        return self._lines[rank].ended
+
+    def left(self, rank: int) -> bool:
+        """Whether `rank` said goodbye."""
+        return self._lines[rank].left
+
+    def say(self, message: Message) -> None:
+        """Send `message` to all. Never blocks."""
+        header, _ = pack(message)
+        data = len(header).to_bytes(4, "little") + header
+        with self.changed:
+            for line in self._lines.values():
+                if not line.ended:
+                    line.leaving += data
+                    self._push(line)
+            if any(line.leaving for line in self._lines.values()):
+                self._wake()
+
+    def wait_until_said(self, seconds: float) -> None:
+        """Wait until all that was said has left, for so many seconds at most."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: not any(line.leaving and not line.ended for line in self._lines.values()), seconds
+            )
+
+    def close(self) -> None:
+        with self.changed:
+            self._closed = True
+        self._wake()
+        self._thread.join()
+        for line in self._lines.values():
+            line.peer.socket.close()
+        os.close(self._woken)
+        os.close(self._waker)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._waker, b"w")
+
+    def _push(self, line: _Line) -> None:
+        with contextlib.suppress(OSError):
+            while line.leaving:
+                del line.leaving[: line.peer.socket.send(line.leaving)]
+
+    def _run(self) -> None:
+        awake = said = time.monotonic()
+        beat = min(_SECONDS_A_BEAT, self._deadline / 4)
+        lines = {line.peer.socket.fileno(): line for line in self._lines.values()}
+        while True:
+            poll = select.poll()
+            poll.register(self._woken, select.POLLIN)
+            with self.changed:
+                for fd, line in lines.items():
+                    if not line.ended:
+                        poll.register(fd, select.POLLIN | (select.POLLOUT if line.leaving else 0))
+            ready = poll.poll(max(said + beat - time.monotonic(), 0) * 1000)
+            with self.changed:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                if now - awake > self._deadline / 2:  # it was this process that slept
+                    for line in lines.values():
+                        line.heard = now
+                awake = now
+                for fd, _ in ready:
+                    if fd == self._woken:
+                        os.read(self._woken, 4096)
+                    else:
+                        self._serve(lines[fd], now)
+                if now - said >= beat:
+                    self.say(_BEAT)
+                    said = now
+                self._look_for_silence(now)
+                self.changed.notify_all()
+
+    def _serve(self, line: _Line, now: float) -> None:
+        self._push(line)
+        try:
+            data = line.peer.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        line.heard = now
+        line.received += data
+        try:
+            while (message := _next(line.received)) is not None:
+                if message["kind"] == "bye":
+                    line.left = True
+                elif message["kind"] != "beat":
+                    self._hear(line.peer.rank, message)
+        except (MessageError, TypeError, KeyError) as error:
+            self._end(line, f"what it sent on the control channel cannot be read: {error}")
+        if not data:
+            self._end(line, "its process ended or its connection was lost")
+
+    def _look_for_silence(self, now: float) -> None:
+        for line in self._lines.values():
+            if now - line.heard > self._deadline and not line.left:
+                reason = f"nothing was heard from it for {self._deadline:g} s: it is stopped or out of reach"
+                self._end(line, reason)
+
+    def _end(self, line: _Line, reason: str) -> None:
+        if not line.ended:
+            line.ended = True
+            if not line.left:
+                self._lose(line.peer.rank, reason)
+
+
+def _next(received: bytearray) -> Message | None:
+    """Take the first message out of `received`, if it is whole."""
+    length = int.from_bytes(received[:4], "little") if len(received) >= 4 else 0
+    if length > _LARGEST_MESSAGE:
+        raise MessageError(f"a message of {length} bytes")
+    if len(received) < max(4 + length, 5):
+        return None
+    message: Tree = read(bytes(received[4 : 4 + length])).build(())
+    del received[: 4 + length]
+    if not isinstance(message, dict):
+        raise MessageError(f"a {type(message).__name__} where a dict was due")
+    return message
+
+
+def pipe() -> tuple[int, int]:
+    """A pipe whose ends do not block."""
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    os.set_blocking(writes, False)
+    return reads, writes
