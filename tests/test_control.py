@@ -117,6 +117,28 @@ def test_a_rank_that_is_killed_is_named(kind: str, tmp_path: Path) -> None:
     run(3, body, tmp_path, kind=kind, rank1=-9)
 
 
+def test_a_rank_that_is_killed_is_named_though_a_process_it_forked_lives_on(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        begin(control, transport)
+        if control.rank == 1:
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            transport.send(0, child)
+            transport.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        child_of_other = transport.receive(1).wait()
+        assert isinstance(child_of_other, int)
+        try:
+            with pytest.raises(PeerFailed, match=r"rank 1 on .*: its process ended"):
+                transport.receive(1).wait()
+        finally:
+            os.kill(child_of_other, signal.SIGKILL)
+
+    run(2, body, tmp_path, deadline=600.0, rank1=-9)
+
+
 def test_a_rank_that_is_stopped_is_named_after_the_deadline(tmp_path: Path) -> None:
     def body(control: Control, transport: Transport) -> None:
         begin(control, transport)

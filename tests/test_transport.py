@@ -72,7 +72,7 @@ VALUES: list[Tree] = [
     [1, (2.0, [None, {"a": torch.ones(1), 3: (torch.zeros(()), "x")}])],
     {"hidden": torch.ones(2, 2, requires_grad=True), "mask": torch.ones(2, dtype=torch.bool), "step": 4},
     "long" * 2000,
-    [torch.full((2,), float(i)) for i in range(100)],
+    [torch.full((2,), float(i)) for i in range(3000)],
 ]
 
 

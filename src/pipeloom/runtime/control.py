@@ -25,8 +25,9 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from pipeloom.errors import DisagreementError, PeerFailed
-from pipeloom.runtime.lines import BYE, Lines, Message, pipe
+from pipeloom.runtime.lines import BYE, Lines, Message
 from pipeloom.runtime.transport._interface import Plain
+from pipeloom.runtime.transport._signal import Signal
 
 Fields: TypeAlias = Mapping[str, Plain]
 
@@ -70,7 +71,7 @@ class Control:
         self._failures: list[_Failure] = []
         self._calls: list[Callable[[], None]] = []
         self._hellos: dict[int, dict[int, tuple[Fields, Fields]]] = {}
-        self._alarm, self._ringer = pipe()
+        self._alarm = Signal()
         self._lines.start()
         _OPEN.add(self)
 
@@ -169,7 +170,7 @@ class Control:
 
     def fileno(self) -> int:
         """Polls readable while it is known that the step failed."""
-        return self._alarm
+        return self._alarm.fileno()
 
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have `call` called, mostly on the thread of this channel, each time a failure becomes known."""
@@ -201,8 +202,7 @@ class Control:
             self._closed = True
         self._lines.close()
         _OPEN.discard(self)
-        os.close(self._alarm)
-        os.close(self._ringer)
+        self._alarm.close()
 
     def _known(self) -> _Failure | None:
         """The failure that concerns the step this rank is in."""
@@ -218,11 +218,11 @@ class Control:
     def _ring(self) -> None:
         known = self._known() is not None
         if known and not self._ringing:
-            os.write(self._ringer, b"r")
+            self._alarm.set()
             for call in self._calls:
                 call()
         elif self._ringing and not known:
-            os.read(self._alarm, 1)
+            self._alarm.clear()
         self._ringing = known
 
     def _fail(self, failure: _Failure) -> None:
@@ -307,3 +307,4 @@ def _leave_by_exception(kind: type[BaseException], error: BaseException, trace: 
 
 _hook, sys.excepthook = sys.excepthook, _leave_by_exception
 atexit.register(leave)
+os.register_at_fork(after_in_child=_OPEN.clear)

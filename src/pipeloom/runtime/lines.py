@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import threading
 import time
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from pipeloom.errors import MessageError
 from pipeloom.runtime.transport._interface import Tree
 from pipeloom.runtime.transport._rendezvous import Peer, meet
+from pipeloom.runtime.transport._signal import Signal
 from pipeloom.runtime.transport._tree import pack, read
 
 Message: TypeAlias = Mapping[str, Any]
@@ -63,7 +63,7 @@ class Lines:
         self._lines = {rank: _Line(peer, now) for rank, peer in meet(group, "control").items()}
         for line in self._lines.values():
             line.peer.socket.setblocking(False)
-        self._woken, self._waker = pipe()
+        self._wake = Signal()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="pipeloom-control", daemon=True)
 
@@ -95,7 +95,7 @@ class Lines:
                     line.leaving += data
                     self._push(line)
             if any(line.leaving for line in self._lines.values()):
-                self._wake()
+                self._wake.set()
 
     def wait_until_said(self, seconds: float) -> None:
         """Wait until all that was said has left, for so many seconds at most."""
@@ -107,16 +107,11 @@ class Lines:
     def close(self) -> None:
         with self.changed:
             self._closed = True
-        self._wake()
+        self._wake.set()
         self._thread.join()
         for line in self._lines.values():
             line.peer.socket.close()
-        os.close(self._woken)
-        os.close(self._waker)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"w")
+        self._wake.close()
 
     def _push(self, line: _Line) -> None:
         with contextlib.suppress(OSError):
@@ -129,7 +124,7 @@ class Lines:
         lines = {line.peer.socket.fileno(): line for line in self._lines.values()}
         while True:
             poll = select.poll()
-            poll.register(self._woken, select.POLLIN)
+            poll.register(self._wake, select.POLLIN)
             with self.changed:
                 for fd, line in lines.items():
                     if not line.ended:
@@ -144,8 +139,8 @@ class Lines:
                         line.heard = now
                 awake = now
                 for fd, _ in ready:
-                    if fd == self._woken:
-                        os.read(self._woken, 4096)
+                    if fd == self._wake.fileno():
+                        self._wake.clear()
                     else:
                         self._serve(lines[fd], now)
                 if now - said >= beat:
@@ -200,11 +195,3 @@ def _next(received: bytearray) -> Message | None:
     if not isinstance(message, dict):
         raise MessageError(f"a {type(message).__name__} where a dict was due")
     return message
-
-
-def pipe() -> tuple[int, int]:
-    """A pipe whose ends do not block."""
-    reads, writes = os.pipe()
-    os.set_blocking(reads, False)
-    os.set_blocking(writes, False)
-    return reads, writes

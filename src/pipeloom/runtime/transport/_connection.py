@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import select
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,6 +16,7 @@ from pipeloom.runtime.transport._interface import Tree, Watch
 from pipeloom.runtime.transport._link import Link, Run
 from pipeloom.runtime.transport._posted import Posted
 from pipeloom.runtime.transport._rendezvous import Peer
+from pipeloom.runtime.transport._signal import Signal
 from pipeloom.runtime.transport._tree import LARGEST_HEADER, Layout, Spec, read
 
 _CPU = torch.device("cpu")
@@ -88,12 +88,15 @@ class Connection:
         self._left.clear()
 
     def flush(self) -> None:
-        while self._left and self._left[-1].number == self._number:
-            self._sender.wait_for_drain(0.1)
+        while not self._sender.wait_for(self._has_left, 0.1):
             if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
                 raise self._failure()
         if self._broken:
             raise self._failure()
+
+    def _has_left(self) -> bool:
+        """Whether all of this step has; what an earlier one left behind does not matter."""
+        return not self._left or self._left[-1].number < self._number
 
     def _receive(self) -> Tree:
         """The next message of this step. A receive that ended in an error is taken up where it was."""
@@ -222,7 +225,7 @@ class Sender:
         self._changed = threading.Condition()
         self._added: set[Connection] = set()
         self._closed = False
-        self._wakes, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if hasattr(os, "pipe2") else os.pipe()
+        self._wake = Signal()
 
     def add(self, connection: Connection) -> None:
         with self._changed:
@@ -230,22 +233,22 @@ class Sender:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="pipeloom-sender", daemon=True)
                 self._thread.start()
-        os.write(self._wake, b"w")
+        self._wake.set()
 
-    def wait_for_drain(self, seconds: float) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `condition`, which changes as links take what is left, or for so long."""
         with self._changed:
-            self._changed.wait(seconds)
+            return self._changed.wait_for(condition, seconds)
 
     def close(self) -> None:
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-        os.write(self._wake, b"w")
+        self._wake.set()
         if self._thread is not None:
             self._thread.join()
-        os.close(self._wakes)
-        os.close(self._wake)
+        self._wake.close()
 
     def _run(self) -> None:
         busy: set[Connection] = set()
@@ -259,7 +262,7 @@ class Sender:
             with self._changed:
                 self._changed.notify_all()
             poll = select.poll()
-            poll.register(self._wakes, select.POLLIN)
+            poll.register(self._wake, select.POLLIN)
             ends = {}
             for connection in busy:
                 fd, events = connection.link.writable
@@ -267,7 +270,7 @@ class Sender:
                 poll.register(connection.link.hangup, 0)
                 poll.register(fd, events)
             for fd, events in poll.poll():
-                if fd == self._wakes:
-                    os.read(self._wakes, 4096)
+                if fd == self._wake.fileno():
+                    self._wake.clear()
                 elif fd in ends and events & (select.POLLHUP | select.POLLERR):
                     ends[fd].hung_up()

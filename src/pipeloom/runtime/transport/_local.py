@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from pipeloom.errors import PeerFailed
 from pipeloom.runtime.transport import _ring
 from pipeloom.runtime.transport._connection import Connection, Sender
 from pipeloom.runtime.transport._interface import Pending, Tree, Watch
@@ -23,7 +24,10 @@ class LocalTransport:
         self._connections: dict[int, Connection] = {}
         rank = group.rank()
         for other, peer in sorted(meet(group, "transport", unix=rings and _ring.available()).items()):
-            link = _ring.Ring(peer.socket, creates=rank < other) if peer.same_host else Stream(peer.socket)
+            try:
+                link = _ring.Ring(peer.socket, creates=rank < other) if peer.same_host else Stream(peer.socket)
+            except ConnectionError as error:
+                raise PeerFailed(other, f"it ended before it could share memory ({error})", host=peer.host) from None
             self._connections[other] = Connection(peer, link, self._sender, device, watch)
 
     def begin(self, number: int) -> None:

@@ -16,7 +16,10 @@ import secrets
 import select
 import socket
 import struct
+import sys
 import time
+import uuid
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -27,6 +30,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from pipeloom.errors import PeerFailed
 
 _MET: Counter[str] = Counter()
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""All that ranks met on."""
 _NONCE, _PROOF = 16, 32
 _HELLO = struct.Struct(f"<I{_NONCE}s")
 _SECONDS_A_HANDSHAKE = 5.0
@@ -50,24 +55,25 @@ def meet(group: dist.ProcessGroup, purpose: str, *, unix: bool = True, seconds: 
         PeerFailed: a rank did not come within `seconds`.
     """
     rank, size = group.rank(), group.size()
+    unix = unix and sys.platform == "linux"
     name = f"pipeloom/{purpose}/{_MET[f'{group.group_name}/{purpose}']}"
     _MET[f"{group.group_name}/{purpose}"] += 1
     store = PrefixStore(name, group.get_group_store())
     if rank == 0:
         store.set("secret", secrets.token_hex(32))
-    hosts = _exchange(store, "host", rank, size, {"machine": _machine(unix), "name": socket.gethostname()})
+    hosts = _exchange(store, "host", rank, size, {"machine": _machine(), "name": socket.gethostname()})
     secret = store.get("secret")
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
         card: dict[str, object] = {}
         listeners = []
         machines = [host["machine"] for host in hosts]
+        several = len(set(machines)) > 1
         if unix and machines.count(machines[rank]) > 1:
             listeners.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
             card["unix"] = f"pipeloom-{secrets.token_hex(16)}"
             listeners[-1].bind("\0" + str(card["unix"]))
-        if not unix or len(set(machines)) > 1:
-            several = len({host["machine"] for host in hosts}) > 1
+        if not unix or several:
             listeners.append(stack.enter_context(_tcp_listener(several)))
             card["tcp"] = _addresses() if several else ["127.0.0.1"]
             card["port"] = listeners[-1].getsockname()[1]
@@ -92,6 +98,7 @@ def meet(group: dist.ProcessGroup, purpose: str, *, unix: bool = True, seconds: 
             for peer in peers.values():
                 peer.socket.close()
             raise
+    _SOCKETS.update(peer.socket for peer in peers.values())
     return peers
 
 
@@ -100,12 +107,22 @@ def _exchange(store: Store, key: str, rank: int, size: int, mine: Mapping[str, o
     return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
 
 
-def _machine(unix: bool) -> str:
-    """Equal on two ranks if and only if they share abstract Unix sockets: one kernel, one network namespace."""
-    if not unix:
-        return socket.gethostname()
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+def _machine() -> str:
+    """Equal on two ranks if and only if they share a loopback device: one kernel, one network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}/{uuid.getnode()}"
+
+
+def _close_in_child() -> None:
+    """A process that this one forks, say to load data, must not keep connections open when this one is gone."""
+    for each in list(_SOCKETS):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _tcp_listener(several_hosts: bool) -> socket.socket:

@@ -57,7 +57,7 @@ class Ring:
             fds = [_memory(), *(_event() for _ in range(4))]
             socket.send_fds(peer, [b"r"], fds)
         else:
-            _, fds, _, _ = socket.recv_fds(peer, 1, 5)
+            _, fds, _, _ = socket.recv_fds(peer, 1, 5, socket.MSG_CMSG_CLOEXEC)
             if len(fds) != 5:
                 raise ConnectionResetError("the other end closed before it shared its memory")
         memory, *self._events = fds
