@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gallery clean
 
 # A small GPT learns English-like Python text on four ranks, one process each.
 demo: $(STAMP)
@@ -20,6 +20,10 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/mypy
+
+# Draws the pictures of the documents.
+gallery: $(STAMP)
+	$(VENV)/bin/python docs/gallery/draw.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

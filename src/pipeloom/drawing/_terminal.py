@@ -92,7 +92,7 @@ class _Blocks:
             letter = _LETTERS.get(kind, kind)
             if len(letter) == 1:
                 yield f" {letter} ", _style(kind, 0.0)
-                yield f" {WORDS[kind]}  ", ""
+                yield f" {WORDS[kind]} ", ""
         if any(any(shades(timeline).values()) for timeline in self.timelines):
             yield (
                 "\n   small letters: later stages of a rank" if self.letters else "\n   paler: later stages of a rank",
