@@ -1,6 +1,6 @@
 """Pipeline-parallel training for PyTorch in which a schedule is a text.
 
-Nothing here imports torch; the names that need it load it when they are first used.
+Nothing here imports torch; the names that need it load it when they are first used, as do other names that take long.
 """
 
 from importlib import import_module
@@ -10,19 +10,19 @@ from pipeloom import schedules
 from pipeloom.action import Action, Kind
 from pipeloom.checker import check
 from pipeloom.costs import Costs
-from pipeloom.drawing import draw
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.passes import forward_only, lower
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
-from pipeloom.searcher import Found, search
 from pipeloom.simulator import simulate
 from pipeloom.timeline import Timeline
 from pipeloom.wiring import Wiring
 
 if TYPE_CHECKING:
     from pipeloom.checkpoints import load, save
+    from pipeloom.drawing import draw
     from pipeloom.runtime import Part, Pipeline, Stage, reference
+    from pipeloom.searcher import Found, search
     from pipeloom.splitter import fill, split
 
 __version__ = "0.1.0"
@@ -55,7 +55,10 @@ __all__ = [
     "split",
 ]
 
-_NEED_TORCH = {
+_ON_FIRST_USE = {
+    "Found": "pipeloom.searcher",
+    "draw": "pipeloom.drawing",
+    "search": "pipeloom.searcher",
     "Part": "pipeloom.runtime",
     "Pipeline": "pipeloom.runtime",
     "Stage": "pipeloom.runtime",
@@ -68,10 +71,10 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _NEED_TORCH:
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'pipeloom' has no attribute '{name}'")
     try:
-        value = getattr(import_module(_NEED_TORCH[name]), name)
+        value = getattr(import_module(_ON_FIRST_USE[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -81,4 +84,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NEED_TORCH})
+    return sorted({*globals(), *_ON_FIRST_USE})
