@@ -30,9 +30,9 @@ def main(folder: Path) -> None:
 
 HEAD = f"""# Gallery
 
-Every schedule that has a name, with {RANKS} ranks and {MICROBATCHES} microbatches. F, I and W take one unit of time for a rank's
-share of the model, B takes two, and messages are free. `make gallery` draws them; [pictures.md](../pictures.md) says how to
-draw your own.
+Every schedule that has a name, with {RANKS} ranks and {MICROBATCHES} microbatches. F, I and W take one unit of time
+for a rank's share of the model, B takes two, and messages are free. `make gallery` draws them;
+[pictures.md](../pictures.md) says how to draw your own.
 """
 
 if __name__ == "__main__":
