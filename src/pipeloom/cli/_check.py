@@ -34,7 +34,7 @@ def check(
     skips: Skips = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that a schedule is right, or print everything that is wrong with it."""
+    """Prove a schedule, or say all that is wrong with it."""
     problems: list[Problem]
     try:
         schedule = read_schedule(

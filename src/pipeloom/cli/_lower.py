@@ -42,7 +42,10 @@ def lower(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write out what a schedule leaves to be worked out: sends and receives, sharding, gradient reduction."""
+    """Write out messages, sharding and reduction.
+
+    What a schedule leaves to be worked out is added to its rows, and they are printed as CSV.
+    """
     with faults(as_json):
         schedule = read_schedule(
             source,

@@ -36,7 +36,10 @@ def show(
     skips: Skips = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a schedule as a table: a row a rank, a column a unit of time, idle slots as dots."""
+    """Show a schedule as a table of time.
+
+    A row a rank, a column a unit of time, idle slots as dots.
+    """
     with faults(as_json):
         schedule = read_schedule(
             source,
