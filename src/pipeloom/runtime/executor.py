@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeloom.action import Action, Kind
 from pipeloom.runtime.batch import Batch
+from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.overlap import Part
 from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.replicas import Replicas
@@ -53,6 +54,7 @@ class Work:
     registered: Mapping[Kind, Callable[..., None]]
     randomness: Randomness | None
     replicas: Replicas
+    meshes: Meshes
 
 
 @lru_cache(maxsize=1024)
@@ -140,7 +142,7 @@ class Run:
 
     def send(self, edge: Edge, peer: int) -> None:
         assert self._transport is not None
-        self._transport.send(peer, self._values.pop(edge))
+        self._transport.send(peer, self.work.meshes.flat(self._values.pop(edge)))
 
     def receive(self, edge: Edge, peer: int) -> None:
         assert self._transport is not None
@@ -152,7 +154,7 @@ class Run:
             return value
         found = value.value.wait()
         self._ready = self._times.ends[value.number] = self._times.now()
-        return found
+        return self.work.meshes.whole(found)
 
     def forward(self, stage: int, microbatch: int) -> None:
         tape, arguments, keywords = self.begin_forward(stage, microbatch)

@@ -17,6 +17,7 @@ from pipeloom.errors import BatchError, PipelineError
 from pipeloom.passes import forward_only
 from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
+from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.executor import Run, Work, keywords_of
 from pipeloom.runtime.fitting import digest, lowered, modules_of, refuse_misfits
 from pipeloom.runtime.leftovers import Leftovers
@@ -84,6 +85,7 @@ class Pipeline:
         self._replicas = Replicas(given, self._group, device)
         stages = self._replicas.stages
         self._modules = modules_of(stages)
+        self._meshes = Meshes(self._modules.values())
         self.schedule = lowered(schedule, ranks, microbatches, len(stages), self._replicas)
         refuse_misfits(self.schedule, self.rank, ranks, self._modules)
         self._replicas.refuse_misfits(self.schedule)
@@ -409,6 +411,7 @@ class Pipeline:
                     self._registered,
                     self._randomness,
                     self._replicas,
+                    self._meshes,
                 )
             )
         return self._programs[microbatches]

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 _BUCKET = 1 << 24
@@ -18,7 +19,9 @@ _BUCKET = 1 << 24
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, which may be a DTensor; a view of it."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def average(parameters: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
