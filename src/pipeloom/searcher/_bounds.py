@@ -62,7 +62,7 @@ class _Rank:
         self.until_last_gradient = work + forced + idle_first
         forced = -_most([-backward[stage] - weights[stage] for stage in stages], microbatches, total - held)
         forwards = microbatches * sum(forward[stage] for stage in stages) - forward[last]
-        self.until_last_forward = forwards + forced + idle_first + _down(task, last)
+        self.until_last_forward = forwards + forced + (idle_first if total > held else 0.0) + _down(task, last)
 
 
 def _most_held(task: Task, stages: list[int], total: int) -> int:

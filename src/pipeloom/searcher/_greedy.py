@@ -178,17 +178,27 @@ class _Greedy:
         return all(self.held[rank] + activation[s] > self.room(rank) for s in self.task.stages_of[rank])
 
     def is_safe(self, rank: int, stage: int) -> bool:
-        """Whether after a forward the oldest microbatch still has room for its later stages on this rank.
+        """Whether after a forward every microbatch can still be finished on this rank, the oldest first.
 
-        The oldest one can then always be finished, which makes room for the next.
+        What a microbatch holds is free again once it is done, which makes room for the next.
         """
-        if self.done[Kind.F][stage] >= self.leading(stage):
+        done = self.done[Kind.F]
+        if done[stage] >= self.leading(stage):
             return False
         activation = self.task.table["activation"]
         stages = self.task.stages_of[rank]
-        oldest = min(self.released(s) for s in stages)
-        needed = sum(activation[s] for s in stages if s != stage and self.done[Kind.F][s] <= oldest)
-        return self.held[rank] + activation[stage] + needed <= self.room(rank)
+        free = self.room(rank) - self.held[rank] - activation[stage]
+        if free < 0:
+            return False
+        whole = sum(activation[each] for each in stages)
+        started = {each: done[each] + (each == stage) for each in stages}
+        microbatch = min(self.released(each) for each in stages)
+        while free < whole and microbatch < started[stages[0]]:
+            if sum(activation[each] for each in stages if started[each] <= microbatch) > free:
+                return False
+            free += sum(activation[each] for each in stages if self.released(each) <= microbatch < started[each])
+            microbatch += 1
+        return True
 
     def leading(self, stage: int) -> float:
         """How many forwards of a stage may have been started now."""

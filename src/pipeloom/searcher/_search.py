@@ -30,6 +30,9 @@ _FEW, _ALL = 4, 1_000
 _LEADERS = 4
 """How many of the best schedules are starting points for changes."""
 
+_CLIMB = 0.005
+"""How many seconds for each action are spent on changes, at most, before the solver has its turn."""
+
 _CHANGES = 500_000
 """How many actions are run again for a unit of work spent on changes."""
 
@@ -184,8 +187,11 @@ def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
     solves = available()
     if solves and actions > LARGEST:
         _from_fewer(best, budget.part(2), work, LARGEST * task.microbatches // (2 * actions))
-    _climb(best, budget.part(3 if solves and actions <= LARGEST else 1), work, actions)
-    if solves and actions <= LARGEST and not best.is_proven and budget.left() > 0:
+    if not solves or actions > LARGEST:
+        _climb(best, budget, work, actions)
+        return
+    _climb(best, _Budget(min(budget.left() / 3, actions * _CLIMB)), work, actions)
+    if not best.is_proven and budget.left() > 0:
         answer = exact(task, best.schedule, best.bound, seconds=budget.left(), work=work)
         best.bound = max(best.bound, answer.bound)
         if answer.rows:

@@ -1,0 +1,253 @@
+"""The search, against optima by exact search, brute force, and the schedules that have a name."""
+
+from __future__ import annotations
+
+import csv
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipeloom as pl
+from pipeloom import Action, Kind
+from pipeloom.errors import SizeError
+from pipeloom.placement import loop, wave
+from pipeloom.searcher._bounds import lower_bound
+from pipeloom.searcher._exact import available
+from pipeloom.searcher._known import known
+from pipeloom.searcher._task import Objective, Task
+
+DATA = Path(__file__).parent / "data"
+
+needs_solver = pytest.mark.skipif(not available(), reason="OR-tools is not installed")
+objectives: tuple[Objective, ...] = ("makespan", "span")
+
+with (DATA / "exact_optimum_p2_p4.csv").open() as lines:
+    OPTIMA = list(csv.DictReader(lines))
+
+
+def found_for(row: dict[str, str], seconds: float) -> pl.Found:
+    return pl.search(
+        ranks=int(row["p"]),
+        microbatches=int(row["m"]),
+        placement={"lin": "linear", "V": "V"}[row["placement"]],
+        memory=float(row["mem_rank_share"]),
+        objective="makespan" if row["objective"] == "makespan" else "span",
+        seconds=seconds,
+    )
+
+
+def value(found: pl.Found) -> float:
+    return found.makespan if found.objective == "makespan" else found.span
+
+
+def label(row: dict[str, str]) -> str:
+    return f"{row['placement']} p={row['p']} m={row['m']} memory={row['mem_chunks']} {row['objective']}"
+
+
+@needs_solver
+@pytest.mark.parametrize(
+    "row", [row for row in OPTIMA if row["status"] == "OPTIMAL" and int(row["p"]) * int(row["m"]) <= 8], ids=label
+)
+def test_small_optima_are_reached_and_proven(row: dict[str, str]) -> None:
+    found = found_for(row, seconds=200)
+    assert value(found) == found.bound == float(row["best"])
+    assert found.proven
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in OPTIMA if row["placement"] == "lin" and row["mem_chunks"] != "3"], ids=label
+)
+def test_optima_of_one_stage_a_rank_are_proven_by_arithmetic(row: dict[str, str]) -> None:
+    found = found_for(row, seconds=60)
+    assert value(found) == found.bound == float(row["best"])
+    assert found.how != "exact"
+
+
+def test_no_bound_is_above_an_optimum() -> None:
+    for row in OPTIMA:
+        ranks, memory = int(row["p"]), float(row["mem_rank_share"])
+        chunks = 2 if row["placement"] == "V" else 1
+        for objective in objectives:
+            if objective == row["objective"]:
+                room = [memory * chunks] * ranks
+                task = Task(wave(ranks, chunks), int(row["m"]), pl.Costs(), room, objective)
+                assert lower_bound(task) <= float(row["best"])
+
+
+Order = tuple[Action, ...]
+
+
+def orders(stage: int, microbatches: int) -> list[Order]:
+    """Every order in which a rank can run F, I and W of a stage."""
+    done: list[Order] = [()]
+    for _ in range(3 * microbatches):
+        done = [
+            (*order, action)
+            for order in done
+            for microbatch in range(microbatches)
+            for action in (Action(stage, kind, microbatch) for kind in (Kind.F, Kind.I, Kind.W))
+            if action not in order
+            and (action.kind is not Kind.I or Action(stage, Kind.F, microbatch) in order)
+            and (action.kind is not Kind.W or Action(stage, Kind.I, microbatch) in order)
+        ]
+    return done
+
+
+def holds(order: Order) -> int:
+    held = most = 0
+    for action in order:
+        held += {Kind.F: 1, Kind.W: -1}.get(action.kind, 0)
+        most = max(most, held)
+    return most
+
+
+def best_of_all(ranks: int, microbatches: int, memory: int, costs: pl.Costs, objective: Objective) -> float:
+    least = float("inf")
+    possible = [[order for order in orders(rank, microbatches) if holds(order) <= memory] for rank in range(ranks)]
+    for rows in product(*possible):
+        schedule = pl.Schedule.from_rows(rows)
+        try:
+            timeline = pl.simulate(schedule, costs)
+        except pl.ScheduleError:
+            continue
+        least = min(least, timeline.makespan if objective == "makespan" else timeline.span)
+    return least
+
+
+@pytest.mark.parametrize("objective", objectives)
+@pytest.mark.parametrize("memory", [1, 2])
+@pytest.mark.parametrize(
+    "costs", [pl.Costs(), pl.Costs(F=[2, 1], I=[3, 4], W=[1, 2], communication=0.5), pl.Costs(F=5, I=1, W=3)]
+)
+def test_brute_force_on_tiny_cases(costs: pl.Costs, memory: int, objective: Objective) -> None:
+    least = best_of_all(2, 2, memory, costs, objective)
+    found = pl.search(
+        ranks=2, microbatches=2, placement="linear", memory=memory, costs=costs, objective=objective, seconds=60
+    )
+    assert found.bound <= least <= value(found)
+    if available():
+        assert value(found) == pytest.approx(least)
+        assert found.proven
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    ranks, per_rank = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    placement = draw(st.sampled_from([loop, wave]))(ranks, per_rank)
+    times = st.lists(st.integers(1, 9), min_size=len(placement), max_size=len(placement))
+    costs = pl.Costs(F=draw(times), I=draw(times), W=draw(times), communication=draw(st.sampled_from([0, 0.5, 2])))
+    microbatches = draw(st.integers(1, 12))
+    room = [draw(st.integers(1, 2 * ranks)) * per_rank] * ranks
+    return Task(placement, microbatches, costs, room, draw(st.sampled_from(objectives)), draw(st.booleans()))
+
+
+@given(tasks())
+def test_no_schedule_by_name_is_below_the_bound(task: Task) -> None:
+    bound = lower_bound(task)
+    for schedule in known(task):
+        assert task.value(schedule) >= bound * (1 - 1e-9)
+
+
+@settings(max_examples=25)
+@given(tasks())
+def test_what_is_found_is_right_fits_and_is_never_worse_than_a_schedule_by_name(task: Task) -> None:
+    memory = task.room[0] / len(task.stages_of[0])
+    found = pl.search(
+        ranks=task.ranks,
+        microbatches=task.microbatches,
+        placement=task.placement,
+        memory=memory,
+        costs=task.costs,
+        objective=task.objective,
+        splits=task.splits,
+        seconds=0.5,
+    )
+    assert pl.check(found.schedule, memory=memory) == []
+    assert pl.check(pl.lower(found.schedule)) == []
+    assert found.bound <= value(found) * (1 + 1e-9)
+    assert value(found) == pytest.approx(task.value(found.schedule))
+    if not task.splits:
+        assert {action.kind for row in found.schedule.rows for cell in row for action in cell.computes} == {"F", "B"}
+    by_name = min((task.value(schedule) for schedule in known(task)), default=float("inf"))
+    assert value(found) <= by_name * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("placement", ["linear", "V", "any"])
+def test_work_instead_of_time_gives_the_same_answer_each_time(placement: str) -> None:
+    texts = {
+        pl.search(
+            ranks=4, microbatches=6, placement=placement, memory=2.5, costs=pl.Costs(F=3, I=4, W=2), work=0.2
+        ).schedule.to_csv()
+        for _ in range(2)
+    }
+    assert len(texts) == 1
+
+
+def test_any_placement_takes_the_better_one() -> None:
+    costs = pl.Costs(communication=0.1)
+    each = [
+        value(pl.search(ranks=2, microbatches=4, placement=where, memory=2, costs=costs, work=0.5))
+        for where in ("loop", "V")
+    ]
+    assert value(pl.search(ranks=2, microbatches=4, placement="any", memory=2, costs=costs, work=0.5)) == min(each)
+
+
+def test_progress_is_told_of_ever_better_schedules() -> None:
+    seen: list[float] = []
+    found = pl.search(
+        ranks=4, microbatches=8, placement="linear", memory=3, work=0.1, progress=lambda best: seen.append(value(best))
+    )
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == value(found)
+
+
+@pytest.mark.parametrize(
+    ("memory", "same"), [("50%", 2.0), ("16B", 2.0), (2, 2.0)], ids=["share of the ranks", "unit of costs", "shares"]
+)
+def test_memory_in_any_unit(memory: float | str, same: float) -> None:
+    costs = pl.Costs(activation=2, weights=3, gradients=0.5, optimizer_state=0.5)
+    found, expected = (
+        pl.search(ranks=4, microbatches=4, memory=each, costs=costs, work=0.01) for each in (memory, same)
+    )
+    assert found.schedule == expected.schedule
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 0.5}, "no schedule fits into a memory of 0.5; the least that works is 1 rank share"),
+        ({"memory": "10%"}, "no schedule fits into a memory of 10%; the least that works is 1 rank share"),
+        ({"memory": "1B"}, "no schedule fits into a memory of 1B; .* which is 25% or 2B"),
+        ({"memory": "much"}, 'memory must be a number of rank shares, or a text like "60%" or "16e9B", got \'much\''),
+        ({"placement": "U"}, "placement must be linear, loop, V, wave or any, got 'U'"),
+        ({"microbatches": 0}, "microbatches must be a whole number, 1 or more, got 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(SizeError, match=message):
+        pl.search(**{"ranks": 4, "microbatches": 4, **options})  # type: ignore[arg-type]
+
+
+PAPER: dict[tuple[str, float], tuple[float, float]] = {
+    ("linear", 8): (0.1585, 0.0674),
+    ("V", 8): (0.0703, 0.0298),
+    ("linear", 16): (0.1015, 0.0415),
+}
+
+
+@pytest.mark.parametrize(("where", "memory"), PAPER)
+def test_span_bubbles_of_a_published_profile_are_proven_least(where: str, memory: float) -> None:
+    with (DATA / "zero_bubble_paper_1.5B.csv").open() as lines:
+        rows = {int(row["m"]): row for row in csv.DictReader(lines)}
+    for m, expected in zip((24, 64), PAPER[where, memory], strict=True):
+        chunks = 2 if where == "V" else 1
+        times = {kind: float(rows[m][kind]) / chunks for kind in "FIW"}
+        costs = pl.Costs(**times, communication=float(rows[m]["comm"]))
+        found = pl.search(
+            ranks=8, microbatches=m, placement=where, memory=memory, costs=costs, objective="span", seconds=100
+        )
+        assert found.proven
+        assert round(1 - m * chunks * sum(times.values()) / found.span, 4) == expected
