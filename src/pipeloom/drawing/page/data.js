@@ -23,9 +23,14 @@ async function readPage() {
   return head;
 }
 
-// The first place in sorted numbers whose number is above the given one.
-function above(numbers, value) {
-  let low = 0, high = numbers.length;
+// The first place in sorted numbers whose number is above the given one; found fast if it is soon after `low`.
+function above(numbers, value, low = 0) {
+  let reach = 1;
+  while (low + reach < numbers.length && numbers[low + reach - 1] <= value) {
+    low += reach;
+    reach *= 2;
+  }
+  let high = Math.min(low + reach, numbers.length);
   while (low < high) {
     const middle = (low + high) >> 1;
     if (numbers[middle] > value) high = middle; else low = middle + 1;

@@ -19,7 +19,9 @@ class Looks {
       const [first, last] = this.palette.fills[kind].map(channels);
       const mixed = first.map((value, at) => Math.round(value + shade * (last[at] - value)));
       const ink = luminance(mixed) > 0.179 ? this.palette.inks[0] : this.palette.inks[1];
-      look = { color: `rgb(${mixed})`, ink, texture: texture(this.palette.textures[kind], `rgb(${mixed})`, ink) };
+      // the colour as a number, as pixels are stored
+      const pixel = ((mixed[2] << 16) | (mixed[1] << 8) | mixed[0]) >>> 0;
+      look = { color: `rgb(${mixed})`, pixel, ink, texture: texture(this.palette.textures[kind], `rgb(${mixed})`, ink) };
       this.made.set(name, look);
     }
     return look;

@@ -32,8 +32,7 @@ async function main() {
     if (idle === undefined) view.reveal(timeline.start[event], timeline.end[event]);
     else view.reveal(timeline.idle_start[idle], timeline.idle_end[idle]);
     const rank = idle === undefined ? timeline.rank(event) : timeline.rankOfIdle(idle);
-    const row = painter.rows.find((each) => each.timeline === timeline && each.rank === rank);
-    const room = painter.height - AXIS;
+    const row = timeline.rows[rank], room = painter.height - AXIS;
     if (row.y < view.top) view.top = row.y;
     else if (row.y + row.size > view.top + room) view.top = row.y + row.size - room;
   }
@@ -154,7 +153,7 @@ async function main() {
       step(1);
       return;
     }
-    const at = painter.rows.findIndex((row) => row.timeline === view.selected.timeline && row.rank === rankOf(view.selected));
+    const at = painter.rows.indexOf(view.selected.timeline.rows[rankOf(view.selected)]);
     const row = painter.rows[at + by];
     if (!row) return;
     const time = begin(view.selected), there = along(row.timeline, row.rank);

@@ -1,13 +1,29 @@
 // Draws the timelines onto the canvas. However many events there are, only as many are drawn as there are pixels.
 
 const GUTTER = 66, AXIS = 26, HEADER = 24, LANE = 5, CURVE = 26, GAP = 3;
-const TEXTURED = 5, LETTERED = 9;
+const DETAILED = 3, TEXTURED = 5, LETTERED = 9;
 
 class Painter {
   constructor(canvas, page, view, looks) {
     Object.assign(this, { canvas, page, view, looks });
     this.context = canvas.getContext("2d");
     this.rows = [];
+    this.strip = document.createElement("canvas").getContext("2d");
+    for (const timeline of page.timelines) this.paintLooks(timeline);
+  }
+
+  // The look of each event; messages bear the colour of their direction.
+  paintLooks(timeline) {
+    const numbers = new Map();
+    timeline.looks = [];
+    timeline.look = Uint16Array.from(timeline.kind, (code, event) => {
+      const stage = timeline.stage[event], key = code * 1e7 + stage;
+      if (!numbers.has(key)) {
+        const kind = timeline.kinds[code], direction = /^(?:SEND|RECV)_([FB])$/.exec(kind);
+        numbers.set(key, timeline.looks.push(this.looks.of(direction ? direction[1] : kind, timeline.shades[stage] ?? 0)) - 1);
+      }
+      return numbers.get(key);
+    });
   }
 
   // Where each rank's row is, from the top of all of them.
@@ -24,11 +40,13 @@ class Painter {
     this.headers = [];
     let y = 0;
     for (const timeline of this.page.timelines) {
+      timeline.rows = [];
       this.headers.push({ timeline, y });
       y += HEADER;
       timeline.lanes.forEach((lanes, rank) => {
         const size = row + extra(lanes);
-        this.rows.push({ timeline, rank, lanes, y, row, size });
+        timeline.rows.push({ timeline, rank, lanes, y, row, size });
+        this.rows.push(timeline.rows[rank]);
         y += size;
       });
     }
@@ -89,35 +107,48 @@ class Painter {
     if (this.view.show.memory) this.paintMemory(timeline, rank, below, CURVE - 3, theme);
   }
 
-  // The fill of an event; messages bear the colour of their direction.
   look(timeline, event) {
-    let kind = timeline.kindOf(event);
-    if (kind.endsWith("_F")) kind = "F";
-    else if (kind.endsWith("V_B") || kind.endsWith("D_B")) kind = "B";
-    return this.looks.of(kind, timeline.shades[timeline.stage[event]] ?? 0);
+    return timeline.looks[timeline.look[event]];
   }
 
   paintLane(timeline, lane, top, height, theme) {
     const { start, end } = timeline, { events, starts } = lane, count = events.length;
     const pixel = (this.view.right - this.view.left) / (this.width - GUTTER);
+    let strip = null;
     for (let at = lane.first(this.view.left - pixel); at < count && starts[at] <= this.view.right; ) {
       const event = events[at], left = this.x(start[event]), right = this.x(end[event]);
-      if (right - left >= 1) {
+      if (right - left >= DETAILED) {
         this.paintEvent(timeline, event, left, right, top, height, theme);
         at++;
         continue;
       }
+      strip ??= new Uint32Array(Math.ceil(this.width) + 1);
+      if (right - left >= 1) {
+        const color = this.look(timeline, event).pixel | 0xff000000;
+        strip.fill(color >>> 0, Math.max(Math.round(left), 0), Math.max(Math.round(right), 0));
+        at++;
+        continue;
+      }
       // of what falls into one column of pixels, what runs in its middle is drawn
-      const column = Math.floor(left);
-      const middle = Math.max(above(starts, this.time(column + 0.5)) - 1, at);
-      const runs = end[events[middle]] > this.time(column + 0.5);
-      this.context.globalAlpha = runs ? 1 : 0.4;
-      this.context.fillStyle = this.look(timeline, events[middle]).color;
-      this.context.fillRect(column, top, 1, height);
-      this.context.globalAlpha = 1;
-      const next = above(starts, this.time(column + 1));
+      const column = Math.floor(left), time = this.time(column + 0.5);
+      const middle = Math.max(above(starts, time, at) - 1, at), seen = events[middle];
+      strip[column] = (this.look(timeline, seen).pixel | ((end[seen] > time ? 255 : 100) << 24)) >>> 0;
+      const next = above(starts, this.time(column + 1), at);
       at = Math.max(at + 1, next - 1 > at && this.x(end[events[next - 1]]) >= column + 2 ? next - 1 : next);
     }
+    if (strip) this.paintStrip(strip, top, height);
+  }
+
+  // A line of pixels, as high as a lane.
+  paintStrip(pixels, top, height) {
+    const { canvas } = this.strip;
+    if (canvas.width !== pixels.length) {
+      canvas.width = pixels.length;
+      canvas.height = 1;
+    }
+    this.strip.putImageData(new ImageData(new Uint8ClampedArray(pixels.buffer), pixels.length, 1), 0, 0);
+    this.context.imageSmoothingEnabled = false;
+    this.context.drawImage(canvas, 0, 0, pixels.length, 1, 0, top, pixels.length, height);
   }
 
   paintEvent(timeline, event, left, right, top, height, theme) {
@@ -128,11 +159,9 @@ class Painter {
     context.fillStyle = width >= TEXTURED && deep >= TEXTURED + 1 ? look.texture : look.color;
     context.fillRect(from, y, visible, deep);
     if (height === LANE) return;
-    if (width > 3) {
-      context.strokeStyle = theme.edge;
-      context.lineWidth = 0.5;
-      context.strokeRect(from + 0.25, y + 0.25, visible - 0.5, deep - 0.5);
-    }
+    context.strokeStyle = theme.edge;
+    context.lineWidth = 0.5;
+    context.strokeRect(from + 0.25, y + 0.25, visible - 0.5, deep - 0.5);
     if (width >= LETTERED && deep >= LETTERED && timeline.kindOf(event) !== "optimizer") {
       const room = visible - 3, size = Math.min(deep - 3, 12);
       context.font = `${size}px system-ui, Helvetica, Arial, sans-serif`;
@@ -201,8 +230,7 @@ class Painter {
 
   // The box of an event on the canvas; null where it is not shown.
   box(timeline, event) {
-    const rank = timeline.rank(event);
-    const row = this.rows.find((each) => each.timeline === timeline && each.rank === rank);
+    const row = timeline.rows[timeline.rank(event)];
     const at = row.lanes.findIndex((lane) => lane.name === timeline.stream(event));
     if (at > 0 && !this.view.show.messages) return null;
     const left = this.x(timeline.start[event]), right = Math.max(this.x(timeline.end[event]), left + 1.5);
@@ -234,7 +262,7 @@ class Painter {
 
   paintChosen({ timeline, event, idle }, theme, line) {
     if (idle !== undefined) {
-      const { y, row } = this.rows.find((each) => each.timeline === timeline && each.rank === timeline.rankOfIdle(idle));
+      const { y, row } = timeline.rows[timeline.rankOfIdle(idle)];
       const box = { left: this.x(timeline.idle_start[idle]), right: this.x(timeline.idle_end[idle]), top: this.y(y), height: row };
       this.outline(box, theme.path, line);
       if (line < 2) return;
@@ -258,8 +286,7 @@ class Painter {
   }
 
   paintCritical(timeline, theme) {
-    const { context } = this, first = this.rows.find((each) => each.timeline === timeline);
-    if (!first) return;
+    const { context } = this;
     context.strokeStyle = theme.path;
     context.lineWidth = 2;
     context.beginPath();
