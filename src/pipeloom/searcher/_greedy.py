@@ -191,12 +191,17 @@ class _Greedy:
         if free < 0:
             return False
         whole = sum(activation[each] for each in stages)
+        at_input = self.task.table["activation_at_I"]
         started = {each: done[each] + (each == stage) for each in stages}
         microbatch = min(self.released(each) for each in stages)
         while free < whole and microbatch < started[stages[0]]:
             if sum(activation[each] for each in stages if started[each] <= microbatch) > free:
                 return False
-            free += sum(activation[each] for each in stages if self.released(each) <= microbatch < started[each])
+            free += sum(
+                activation[each] - (at_input[each] if microbatch < self.ended[each] else 0.0)
+                for each in stages
+                if self.released(each) <= microbatch < started[each]
+            )
             microbatch += 1
         return True
 
