@@ -39,6 +39,14 @@ def test_mistakes_in_the_text_page(tmp_path: Path) -> None:
     assert pipeloom("check bad.csv", tmp_path) == transcript(TEXT, "check bad.csv")
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["compare 1F1B ZBVZeroBubble DualPipeV --ranks 4 --microbatches 8", "explain GPipe --ranks 2 --microbatches 2"],
+)
+def test_what_the_pictures_page_shows(command: str, tmp_path: Path) -> None:
+    assert pipeloom(command, tmp_path) == transcript((ROOT / "docs" / "pictures.md").read_text(), command)
+
+
 def test_readme(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     command = "show 1F1B --ranks 4 --microbatches 4"

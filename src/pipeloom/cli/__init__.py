@@ -20,10 +20,11 @@ from pipeloom.cli._draw import draw
 from pipeloom.cli._explain import explain
 from pipeloom.cli._list import list_schedules
 from pipeloom.cli._lower import lower
+from pipeloom.cli._selftest import selftest
 from pipeloom.cli._show import show
 from pipeloom.cli._simulate import simulate
 from pipeloom.cli._train import train
-from pipeloom.errors import PipeloomError, SizeError
+from pipeloom.errors import DrawingError, PipeloomError, SizeError
 
 app = typer.Typer(
     add_completion=False,
@@ -41,6 +42,7 @@ app.command()(draw)
 app.command()(compare)
 app.command()(explain)
 app.command()(train)
+app.command()(selftest)
 
 
 def _version(wanted: bool) -> None:
@@ -70,7 +72,7 @@ def main() -> None:
         app(prog_name="pipeloom")
     except PipeloomError as error:
         print(f"pipeloom: {error}", file=sys.stderr)
-        sys.exit(BAD_USAGE if isinstance(error, SizeError | UsageError) else FAULT)
+        sys.exit(BAD_USAGE if isinstance(error, DrawingError | SizeError | UsageError) else FAULT)
 
 
 def _mend_streams() -> None:

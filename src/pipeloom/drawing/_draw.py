@@ -27,7 +27,8 @@ def draw(
         memory: the memory that a rank has, in the units of the costs; a page shows where it does not suffice.
 
     Raises:
-        DrawingError: the ending is another one, there is nothing to draw, or the file cannot be written.
+        DrawingError: the ending is another one, there is nothing to draw, the package perfetto is missing, or the file
+            cannot be written.
     """
     given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     path = Path(path)

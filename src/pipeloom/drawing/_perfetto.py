@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pipeloom.action import COMMUNICATION
 from pipeloom.drawing._figures import title
 from pipeloom.drawing._palette import WORDS
-from pipeloom.errors import PipeloomError, shown
+from pipeloom.errors import DrawingError, shown
 from pipeloom.timeline import Event, Timeline
 
 _UNIT = 1e-3
@@ -82,7 +82,7 @@ def protobuf(timelines: Sequence[Timeline]) -> bytes:
     """A trace in Perfetto's own format.
 
     Raises:
-        PipeloomError: the package perfetto is not installed.
+        DrawingError: the package perfetto is not installed.
     """
     try:
         from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (  # type: ignore[import-untyped]
@@ -91,7 +91,7 @@ def protobuf(timelines: Sequence[Timeline]) -> bytes:
             TrackEvent,
         )
     except ModuleNotFoundError:
-        raise PipeloomError(
+        raise DrawingError(
             "a .perfetto-trace needs the package perfetto: pip install perfetto; a .json opens in Perfetto as well"
         ) from None
     trace: Any = Trace()

@@ -129,8 +129,9 @@ class Painter {
         at++;
         continue;
       }
-      // of what falls into one column of pixels, what runs in its middle is drawn
-      const column = Math.floor(left), time = this.time(column + 0.5);
+      // of what falls into one column of pixels, what runs at one time in it is drawn: at another time in each column,
+      // lest the columns keep step with the schedule
+      const column = Math.floor(left), time = this.time(column + ((column * 0.618034) % 1));
       const middle = Math.max(above(starts, time, at) - 1, at), seen = events[middle];
       strip[column] = (this.look(timeline, seen).pixel | ((end[seen] > time ? 255 : 100) << 24)) >>> 0;
       const next = above(starts, this.time(column + 1), at);

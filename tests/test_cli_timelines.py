@@ -1,0 +1,140 @@
+"""The sub-commands that price, draw, compare and explain."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.cli import main
+from timelines import measured
+
+Run = Callable[..., tuple[int, str, str]]
+SIZES = ("--ranks", "2", "--microbatches", "3")
+
+
+@pytest.fixture
+def pipeloom(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs one command line in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pipeloom", *args])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        with pytest.raises(SystemExit) as exit:
+            main()
+        return int(exit.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_simulate(pipeloom: Run) -> None:
+    status, out, err = pipeloom("simulate", "1F1B", *SIZES)
+    assert (status, err) == (0, "")
+    assert out == (
+        "1F1B: 2 ranks, 2 stages, 3 microbatches\n"
+        "\n"
+        "makespan  12, of which ranks are idle 25.0% (bubble)\n"
+        "span      12, of which ranks are idle 25.0% (span bubble)\n"
+        "messages  6, of size 0 all together\n"
+        "\n"
+        "RANK  BUSY  IDLE         PEAK ACTIVATIONS  PEAK MEMORY\n"
+        "   0     9     3  25.0%                 2            2\n"
+        "   1     9     3  25.0%                 1            1\n"
+    )
+
+
+def test_simulate_with_costs_in_json(pipeloom: Run, tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(pl.Costs(F=2, output_size=3).to_json())
+    status, out, _ = pipeloom("simulate", "1F1B", *SIZES, "--costs", str(tmp_path / "costs.json"), "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert (found["makespan"], found["messages"], found["volume"]) == (16, 6, 18)
+    assert found["peak_activations"] == [2, 1]
+
+
+def test_what_simulate_writes_is_read_again(pipeloom: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "timeline.json")
+    assert pipeloom("simulate", "GPipe", *SIZES, "--output", path)[0] == 0
+    assert pl.Timeline.from_json(path).makespan == 12
+    assert pipeloom("simulate", path)[1] == pipeloom("simulate", "GPipe", *SIZES)[1]
+
+
+def test_draw_on_a_pipe_is_plain(pipeloom: Run) -> None:
+    status, out, err = pipeloom("draw", "1F1B", *SIZES)
+    assert (status, err) == (0, "")
+    assert "\x1b" not in out
+    assert out.splitlines()[3].startswith("rank 0 F0---")
+
+
+@pytest.mark.parametrize("ending", ["svg", "html", "txt", "json", "perfetto-trace"])
+def test_draw_to_a_file(pipeloom: Run, tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"picture.{ending}"
+    assert pipeloom("draw", "1F1B", "GPipe", *SIZES, "-o", str(path), "--memory", "2") == (0, "", "")
+    assert path.stat().st_size > 0
+
+
+def test_draw_from_the_standard_input(pipeloom: Run) -> None:
+    status, out, _ = pipeloom("draw", "-", "--json", stdin="0F0,0B0\n1F0,1B0\n")
+    assert status == 0
+    assert [each["makespan"] for each in json.loads(out)] == [6]
+
+
+def test_compare(pipeloom: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(measured().to_json())
+    mine = tmp_path / "mine.csv"
+    mine.write_text("0F0,0B0\n1F0,1B0\n")
+    status, out, err = pipeloom("compare", "1F1B", "ZBVZeroBubble", str(mine), *SIZES, "-o", str(tmp_path / "all.svg"))
+    assert (status, err) == (0, "")
+    heads, first, second, third, _, note = out.splitlines()
+    assert heads.split("  ")[0] == "SCHEDULE"
+    assert first.split()[:4] == ["1F1B", "12", "25.0%", "12"]
+    assert second.split()[0] == "ZBVZeroBubble"
+    assert third.split()[:2] == [str(mine), "6"]
+    assert note == "simulated with F = I = W = 1 for a rank's share of the model, and messages free"
+    assert (tmp_path / "all.svg").read_text().count("<title>") == 1
+    _, out, _ = pipeloom("compare", str(tmp_path / "run.json"), "--json")
+    assert [each["measured"] for each in json.loads(out)] == [True]
+
+
+def test_schedules_of_one_model_take_the_same_work(pipeloom: Run) -> None:
+    _, out, _ = pipeloom("compare", *pl.schedules.names(), "--ranks", "4", "--microbatches", "8", "--json")
+    assert {round(sum(each["busy"]), 6) for each in json.loads(out)} == {4 * 8 * 3}
+
+
+def test_explain(pipeloom: Run) -> None:
+    status, out, err = pipeloom("explain", "GPipe", *SIZES)
+    assert (status, err) == (0, "")
+    assert "Ranks are idle 6 of 24, all together:" in out
+    _, out, _ = pipeloom("explain", "GPipe", *SIZES, "--json")
+    assert json.loads(out)["when"] == {"start": 1, "middle": 3, "end": 2}
+
+
+@pytest.mark.parametrize("command", ["simulate", "draw", "compare", "explain"])
+def test_what_is_wrong_is_said(pipeloom: Run, tmp_path: Path, command: str) -> None:
+    stuck = tmp_path / "stuck.csv"
+    stuck.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    status, out, err = pipeloom(command, str(stuck))
+    assert (status, out) == (1, "")
+    assert "circle" in err
+    (tmp_path / "costs.json").write_text('{"F": -1}')
+    status, _, err = pipeloom(command, "1F1B", *SIZES, "--costs", str(tmp_path / "costs.json"))
+    assert status == 1
+    assert "expected a number, 0 or more, got -1" in err
+    status, _, err = pipeloom(command, "1F1B")
+    assert status == 2
+    assert "1F1B needs its sizes" in err
+    (tmp_path / "broken.json").write_text("{}")
+    status, _, err = pipeloom(command, str(tmp_path / "broken.json"))
+    assert status == 1
+    assert "ranks" in err
+
+
+def test_pictures_that_cannot_be_written(pipeloom: Run, tmp_path: Path) -> None:
+    status, _, err = pipeloom("draw", "1F1B", *SIZES, "-o", str(tmp_path / "picture.gif"))
+    assert (status, "must end in one of" in err) == (2, True)
+    status, _, err = pipeloom("simulate", "1F1B", *SIZES, "-o", str(tmp_path / "no" / "where.json"))
+    assert (status, "cannot be written" in err) == (2, True)
