@@ -20,6 +20,9 @@ import torch
 import torch._dynamo  # which an optimizer loads: once here, not in every rank
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import pipeloom as pl
 import pipeloom.checkpoints
@@ -80,11 +83,19 @@ def build(seed: int = 0, layers: int = 8) -> Model:
 class Side:
     """One rank of a pipeline of `model`, and its optimizer."""
 
-    def __init__(self, model: nn.Module, name: str, optimizer: str = "AdamW") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        optimizer: str = "AdamW",
+        wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         torch.set_num_threads(1)
-        self.schedule = schedule_of(name, dist.get_world_size())
-        stages = pl.split(model, into=self.schedule)
-        self.pipe = pl.Pipeline(stages, self.schedule, loss_fn=cross_entropy)
+        self.schedule = schedule_of(name, dist.get_world_size(group))
+        parts = pl.split(model, into=self.schedule, rank=dist.get_rank(group))
+        stages = [pl.Stage(wrap(each.module), each.index, ties=each.ties) for each in parts]
+        self.pipe = pl.Pipeline(stages, self.schedule, loss_fn=cross_entropy, group=group)
         self.parameters = list(dict.fromkeys(each for stage in stages for each in stage.module.parameters()))
         self.optimizer = OPTIMIZERS[optimizer](self.parameters)
 
@@ -130,13 +141,19 @@ def train_and_save(path: Path, name: str, optimizer: str) -> None:
     side.pipe.close()
 
 
+def remembered(path: Path) -> dict[str, dict[str, Tensor]]:
+    """What was in the memory of those who saved to `path`."""
+    memory: dict[str, dict[str, Tensor]] = {}
+    for file in path.parent.glob("*.pt"):
+        memory |= torch.load(file)
+    return memory
+
+
 def load_and_go_on(path: Path, name: str, optimizer: str) -> None:
     """Train on from what was loaded, and beside from what was in the memory of those who saved."""
     loaded = Side(build(seed=8), name, optimizer)
     copied = Side(build(seed=9), name, optimizer)
-    memory: dict[str, dict[str, Tensor]] = {}
-    for file in path.parent.glob("*.pt"):
-        memory |= torch.load(file)
+    memory = remembered(path)
     copied.put(memory)
     loaded.step(5)
     values = pl.load(path, loaded.pipe, loaded.optimizer)
@@ -346,6 +363,55 @@ def tied(path: Path, save: bool, name: str) -> None:
 def test_a_tied_weight_is_saved_once_and_loaded_into_all_copies(tmp_path: Path, ranks: int, others: int) -> None:
     launch(tied, ranks, tmp_path / "saved", True, "1F1B")
     launch(tied, others, tmp_path / "saved", False, "ZBVZeroBubble")
+
+
+def full(state: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """The whole of each tensor, of which this rank may have a shard."""
+    return {
+        name: {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in tensors.items()}
+        for name, tensors in state.items()
+    }
+
+
+def sharded(path: Path, save: bool) -> None:
+    """Two replicas of two ranks each, which hold halves of the weights of a stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+    def wrap(module: nn.Module) -> nn.Module:
+        for block in [each for each in module.modules() if isinstance(each, Block)]:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(module, mesh=mesh["dp"])
+        return module
+
+    side = Side(build(seed=4), "1F1B", wrap=wrap, group=mesh.get_group("pp"))
+    if save:
+        side.step(mesh.get_local_rank("dp"))
+        with refused("is sharded over other ranks too; give group= with the ranks of all shards"):
+            pl.save(path, side.pipe, side.optimizer)
+        pl.save(path, side.pipe, side.optimizer, group=dist.group.WORLD)
+        torch.save(full(side.state()), path.with_name(f"{dist.get_rank()}.pt"))
+        return
+    pl.load(path, side.pipe, side.optimizer)
+    same(full(side.state()), remembered(path))
+    side.step(2)
+
+
+def whole(path: Path, save: bool) -> None:
+    side = Side(build(seed=5), "1F1B")
+    side.step(1)
+    if save:
+        pl.save(path, side.pipe, side.optimizer)
+        torch.save(side.state(), path.with_name(f"{dist.get_rank()}.pt"))
+        return
+    pl.load(path, side.pipe, side.optimizer)
+    same(side.state(), remembered(path))
+
+
+def test_shards_are_loaded_into_wholes_and_wholes_into_shards(tmp_path: Path) -> None:
+    launch(sharded, 4, tmp_path / "shards" / "saved", True)
+    launch(whole, 2, tmp_path / "shards" / "saved", False)
+    launch(whole, 2, tmp_path / "wholes" / "saved", True)
+    launch(sharded, 4, tmp_path / "wholes" / "saved", False)
 
 
 def by_hand(path: Path, save: bool) -> None:

@@ -117,9 +117,9 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
     stages made by hand may, all names are "stage.3.weight" for the key "weight" of stage 3.
 
     Raises:
-        CheckpointError: replicas differ in shape or dtype, or shards are missing.
+        CheckpointError: replicas differ in shape or dtype.
     """
-    elements: dict[Place, int] = defaultdict(int)
+    sharded: set[Place] = set()
     layout: dict[Place, tuple[list[int], str]] = {}
     holders: dict[Place, int] = {}
     same = _Classes()
@@ -128,7 +128,7 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
         for stage, key, first, shape, dtype, part in rows:
             place = (stage, key)
             if part is not None:
-                elements[place] += part
+                sharded.add(place)
             known = layout.setdefault(place, (shape, dtype))
             if known != (shape, dtype):
                 reasons.append(
@@ -137,11 +137,6 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
                 )
             holders.setdefault(place, rank)
             same.join(place, (rows[first][0], rows[first][1]))
-    reasons += [
-        f"'{key}' of stage {stage} is sharded over other ranks too; give group= with the ranks that hold its shards"
-        for (stage, key), count in elements.items()
-        if count != math.prod(layout[stage, key][0])
-    ]
     by_key = defaultdict(list)
     for stage, key in layout:
         by_key[key].append((stage, key))
@@ -164,8 +159,19 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
         saved_as |= dict.fromkeys(places, name)
     if reasons:
         raise CheckpointError("", "", reasons)
-    sharded = frozenset(saved_as[place] for place in elements)
-    return Names(saved_as, aliases, shapes, holder, sharded)
+    return Names(saved_as, aliases, shapes, holder, frozenset(saved_as[place] for place in sharded))
+
+
+def missing_shards(ranks: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Of which tensors that the ranks have `described` a shard would be written by none of them."""
+    elements: dict[Place, int] = defaultdict(int)
+    shapes = {}
+    for stage, key, _, shape, _, part in (row for rows in ranks for row in rows if row[-1] is not None):
+        elements[stage, key] += part
+        shapes[stage, key] = shape
+    for (stage, key), count in elements.items():
+        if count != math.prod(shapes[stage, key]):
+            yield f"'{key}' of stage {stage} is sharded over other ranks too; give group= with the ranks of all shards"
 
 
 def misfits(here: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:

@@ -63,6 +63,7 @@ def save(
         if differing := [rank for rank, each in enumerate(kept) if each != kept[0]]:
             raise ValueError(f"values differ between rank 0 and ranks {differing}; give the same on every rank")
     agreement.share()
+    agreement.refuse(_model.missing_shards(models))
     rank, ranks = agreement.rank, agreement.ranks
     held = {names.saved_as[place]: tensor for place, tensor in own.items()}
     parts = {
