@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,7 +69,7 @@ class Side:
         mine = self.schedule.stages_of(self.mesh.get_local_rank("pp"))
         stages = [pl.Stage(wrap(modules[index], self.mesh["dp"]), index) for index in mine]
         self.pipe = pl.Pipeline(
-            stages, self.schedule, loss_fn=cross_entropy, group=self.mesh.get_group("pp"), **options
+            stages, self.schedule, **({"loss_fn": cross_entropy} | options), group=self.mesh.get_group("pp")
         )
 
     def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
@@ -101,7 +102,7 @@ class Side:
     def same_gradients(self) -> None:
         for name, own, whole in self.pairs():
             assert own.grad is not None, name
-            torch.testing.assert_close(full(own.grad), whole.grad, msg=name)
+            torch.testing.assert_close(full(own.grad), whole.grad, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
 
     def same_parameters(self) -> None:
         for _, own, whole in self.pairs():
@@ -139,3 +140,188 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_equals_one_process_with_the_whole_batch(name: str) -> None:
     launch(train, 4, name, 4, WRAPPERS, timeout=60.0)
+
+
+def accumulate(name: str, wraps: list[Wrap]) -> None:
+    for wrap in wraps:
+        side = Side(name, 4, wrap)
+        for index in range(3):
+            x, y = text(10 + index, seed=index)
+            side.step(x, y, reduce=index == 2)
+            side.reference(x, y)
+            side.eval(x, y)
+            if index < 2:
+                with pytest.raises(PipelineError, match="not averaged over replicas"):
+                    side.pipe.clip_grad_norm_(1.0)
+        side.same_gradients()
+        x, y = text(10, seed=5)  # a further step adds up
+        side.step(x, y)
+        side.reference(x, y)
+        side.same_gradients()
+        for to_none in (True, False):  # what is cleared before it is reduced is forgotten
+            side.step(x, y, reduce=False)
+            for _, own, whole in side.pairs():
+                for each in (own, whole):
+                    torch.optim.SGD([each]).zero_grad(set_to_none=to_none)
+            side.step(x, y)
+            side.reference(x, y)
+            side.same_gradients()
+        side.pipe.close()
+
+
+def test_gradients_wait_for_being_reduced() -> None:
+    launch(accumulate, 4, "ZBVZeroBubble", WRAPPERS, timeout=60.0)
+
+
+def count(target: Tensor) -> Tensor:
+    return (target != 0).sum()
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=0)
+
+
+def weigh() -> None:
+    """A mean over valid tokens, of which the replicas have unequal numbers; a loss that is a sum; equal shares."""
+    x, y = text(11, seed=0)
+    y[2:5, 1:] = 0
+
+    def summed(logits: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="sum") / 100
+
+    for weight, loss_fn in ((count, token_loss), ("sum", summed)):
+        side = Side("1F1B", 3, ddp, loss_fn=loss_fn, weight=weight)
+        side.step(x, y)
+        loss = loss_fn(nn.Sequential(*side.whole)(x), y)
+        loss.backward()
+        torch.testing.assert_close(side.pipe.loss(), loss.detach())
+        side.same_gradients()
+        side.pipe.close()
+
+
+def test_weights_are_over_all_replicas() -> None:
+    launch(weigh, 4, timeout=60.0)
+
+
+class Sometimes(nn.Module):
+    """Uses one of two weights, by what comes in; has a third that is frozen, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.left if bool(x[0, 0] < 0) else self.right
+        result: Tensor = self.norm(used(x)) + self.frozen(x)
+        return result
+
+
+def branch() -> None:
+    """A weight that one replica alone uses, one that nobody trains, and the buffers of the first replica."""
+    for wrap in (ddp, replicated, blocks_and_root):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+        torch.manual_seed(0)
+        module = nn.ModuleList([nn.Linear(4, 4), Sometimes()])[rank]
+        with torch.no_grad():
+            if rank == 0:
+                module.requires_grad_(False).get_parameter("weight").zero_()
+                module.get_parameter("bias").fill_(replica - 0.5)
+        stage = pl.Stage(wrap(module, mesh["dp"]) if rank == 1 else module, rank)
+        pipe = pl.Pipeline(
+            [stage], "1F1B", microbatches=2, loss_fn=lambda output: output.square().mean(), group=mesh.get_group("pp")
+        )
+        generator = torch.Generator().manual_seed(replica)
+        pipe.step(*[torch.randn(8, 4, generator=generator)] if pipe.first else [])
+        for name, parameter in module.named_parameters():
+            assert (parameter.grad is None) == (rank == 0 or "frozen" in name), name
+        if rank == 1 and wrap is ddp:
+            mean = module.get_buffer("norm.running_mean")
+            first = mean.clone()
+            torch.distributed.broadcast(first, group=mesh.get_group("dp"), group_src=0)
+            assert torch.equal(mean, first)
+        pipe.close()
+
+
+def test_a_weight_that_some_replicas_use() -> None:
+    launch(branch, 4, timeout=60.0)
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def ends_without_parameters() -> None:
+    """The rank of the last stage has nothing to wrap, and yet counts samples over all replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    torch.manual_seed(0)
+    layer, whole = nn.Linear(4, 1), nn.Linear(4, 1)
+    whole.load_state_dict(layer.state_dict())
+    module = ddp(layer, mesh["dp"]) if rank == 0 else Nothing()
+    pipe = pl.Pipeline(
+        [pl.Stage(module, rank)],
+        "1F1B",
+        microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+        group=mesh.get_group("pp"),
+    )
+    x, y = torch.randn(7, 4), torch.randn(7, 1)
+    mine, target = x.tensor_split([5])[replica], y.tensor_split([5])[replica]
+    pipe.step(*[mine] if pipe.first else [], target=target if pipe.last else None)
+    loss = nn.functional.mse_loss(whole(x), y)
+    loss.backward()
+    torch.testing.assert_close(pipe.loss(), loss.detach())
+    if rank == 0:
+        torch.testing.assert_close(layer.weight.grad, whole.weight.grad)
+    norm = pipe.clip_grad_norm_(0.1)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+    pipe.close()
+
+
+def test_a_stage_without_parameters() -> None:
+    launch(ends_without_parameters, 4, timeout=60.0)
+
+
+def refusals() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    rank = mesh.get_local_rank("pp")
+
+    def pipeline(module: nn.Module, schedule: pl.Schedule | str = "1F1B") -> pl.Pipeline:
+        microbatches = 2 if isinstance(schedule, str) else None
+        stage = pl.Stage(module, rank)
+        return pl.Pipeline([stage], schedule, microbatches=microbatches, group=mesh.get_group("pp"))
+
+    def module(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(Block(), nn.Linear(16, 16))
+
+    with pytest.raises(PipelineError, match=r"hold other stages of this pipeline; give .*mesh\.get_group"):
+        pipeline(DistributedDataParallel(module()))
+    with pytest.raises(PipelineError, match="wrap the stage's whole module"):
+        pipeline(nn.Sequential(ddp(module(), mesh["dp"])))
+    with pytest.raises(PipelineError, match="reduces gradients by itself at moments that a schedule cannot choose"):
+        pipeline(FullyShardedDataParallel(module(), process_group=mesh.get_group("dp"), device_id=torch.device("cpu")))
+    with pytest.raises(PipelineError, match="differ between its replicas"):
+        pipeline(blocks_only(module(seed=dist.get_rank()), mesh["dp"]))
+    hooked = DistributedDataParallel(module(), process_group=mesh.get_group("dp"))
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(PipelineError, match="communication hook"):
+        pipeline(hooked)
+    one = ddp(module(), mesh["dp"]) if rank == 0 else nn.Sequential(ddp(module(), mesh["dp"]))
+    with pytest.raises(PipelineError, match="rank 1 of the pipeline cannot run" if rank == 0 else "whole module"):
+        pipeline(one)
+    computing = pl.schedules.make("1F1B", ranks=2, microbatches=2)
+    with pytest.raises(PipelineError, match=rf"no REDUCE_GRAD .* for stage {rank}"):
+        pipeline(ddp(module(), mesh["dp"]), pl.lower(computing))
+    with pytest.raises(PipelineError, match=rf"no UNSHARD and RESHARD .* for stage {rank}"):
+        pipeline(blocks_only(module(), mesh["dp"]), pl.lower(computing, reduce=True))
+    pipeline(blocks_only(module(), mesh["dp"]), pl.lower(computing, shard=True, reduce=True)).close()
+    pipeline(module(), pl.lower(computing, shard=True, reduce=True)).close()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_what_cannot_be_run_is_refused() -> None:
+    launch(refusals, 4, timeout=60.0)

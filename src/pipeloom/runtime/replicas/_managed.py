@@ -14,8 +14,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from pipeloom.runtime.replicas._average import local
-
 
 class Managed:
     """The parameters of one stage's `module` that FSDP manages.
@@ -102,7 +100,7 @@ class Managed:
                 sharded = param.sharded_param
                 if sharded.grad is None:
                     sharded.grad = torch.zeros_like(sharded)
-                self._kept.append(_Kept(param, sharded.grad, local(sharded.grad)._version))
+                self._kept.append(_Kept(param, sharded.grad, sharded.grad._version))
 
     def abort(self) -> None:
         """After a walk that failed: nothing is under way, and weights are sharded."""
@@ -165,7 +163,7 @@ class _Kept(NamedTuple):
     version: int
 
     def cleared(self) -> bool:
-        return self.param.sharded_param.grad is not self.stand_in or local(self.stand_in)._version != self.version
+        return self.param.sharded_param.grad is not self.stand_in or self.stand_in._version != self.version
 
 
 def _process_groups(group: FSDPParamGroup) -> list[dist.ProcessGroup]:
