@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Collection
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,11 @@ from pipeloom.runtime.transport._interface import Pending, Tree, Watch
 from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._posted import Posted
 from pipeloom.runtime.transport._tree import Spec, flat, pack, read
+
+_Works: TypeAlias = "queue.Queue[list[tuple[dist.Work, torch.Tensor]] | None]"
+
+_MOST_BYTES = 64 << 20
+"""More than this is not kept by sends that are over."""
 
 
 class TorchTransport:
@@ -175,26 +181,30 @@ class _OnGpu:
 class _OnCpu:
     """The same with gloo, whose sends are over only for those who wait: here, a thread.
 
+    It is given them at the end of a step, or when they hold much memory, as each wake-up of it takes time from compute.
     A send that fails is over as well; whoever waits for the rank at its other end says why.
     """
 
     def __init__(self) -> None:
-        self._works: queue.Queue[tuple[dist.Work, torch.Tensor] | None] | None = None
+        self._recent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._bytes = 0
+        self._works: _Works | None = None
 
     def add(self, work: dist.Work, data: torch.Tensor) -> None:
-        if self._works is None:
-            self._works = queue.Queue()
-            threading.Thread(target=_wait_for_all, args=[self._works], name="pipeloom-gloo", daemon=True).start()
-        self._works.put((work, data))
+        self._recent.append((work, data))
+        self._bytes += data.nbytes
+        if self._bytes > _MOST_BYTES:
+            self._hand_over()
 
     def flush(self, seconds: float) -> bool:
         """Whether all sends are over, after so many seconds at most."""
-        if self._works is None:
+        works = self._hand_over()
+        if works is None:
             return True
-        with self._works.all_tasks_done:
-            if self._works.unfinished_tasks:
-                self._works.all_tasks_done.wait(seconds)
-            return not self._works.unfinished_tasks
+        with works.all_tasks_done:
+            if works.unfinished_tasks:
+                works.all_tasks_done.wait(seconds)
+            return not works.unfinished_tasks
 
     def forget(self) -> None:
         """Leave sends that nobody will receive to their thread, which ends with them or with the group."""
@@ -202,16 +212,27 @@ class _OnCpu:
             self.close()
 
     def close(self) -> None:
-        if self._works is not None:
-            self._works.put(None)
+        works = self._hand_over()
+        if works is not None:
+            works.put(None)
             self._works = None
 
+    def _hand_over(self) -> _Works | None:
+        if self._recent:
+            if self._works is None:
+                self._works = queue.Queue()
+                threading.Thread(target=_wait_for_all, args=[self._works], name="pipeloom-gloo", daemon=True).start()
+            self._works.put(self._recent)
+            self._recent, self._bytes = [], 0
+        return self._works
 
-def _wait_for_all(works: queue.Queue[tuple[dist.Work, torch.Tensor] | None]) -> None:
-    while (entry := works.get()) is not None:
-        with contextlib.suppress(RuntimeError):
-            entry[0].wait()
-        del entry
+
+def _wait_for_all(works: _Works) -> None:
+    while (sent := works.get()) is not None:
+        while sent:
+            with contextlib.suppress(RuntimeError):
+                sent[0][0].wait()
+            del sent[0]
         works.task_done()
 
 
