@@ -30,6 +30,10 @@ _MARGIN, _GUTTER, _COLUMN = 12, 58, 54
 _NARROWEST, _WIDEST, _CELL = 520, 1080, 24
 _THINNEST = 0.5
 """Nothing is drawn narrower; of actions that fall into the same half unit the first is drawn."""
+_BORDERED = 2.5
+"""What is narrower has neither border nor texture, which would hide its colour."""
+_SMALLEST = 6.5
+"""No writing is smaller; it is left out."""
 _LANE = 4.5
 _LANES = ("from", "to", "shard")
 
@@ -116,6 +120,7 @@ class _Picture:
     def row(self, timeline: Timeline, rank: int, y: float, height: float, shade: dict[int, float]) -> None:
         """What a rank computes, and the optimizer's step."""
         boxes: dict[tuple[str, float], list[str]] = defaultdict(list)
+        narrow: dict[tuple[str, float], list[str]] = defaultdict(list)
         labels: dict[str, list[str]] = defaultdict(list)
         frames = []
         reached = -math.inf
@@ -132,16 +137,20 @@ class _Picture:
                 top = y + at * depth if together else y
                 kind = "optimizer" if action is None else str(action.kind)
                 look = (kind, 0.0 if action is None else shade[action.stage])
-                inset = min(0.3, (right - left) / 8)
-                boxes[look].append(_box(left + inset, top, right - left - 2 * inset, depth))
+                if right - left < _BORDERED:
+                    narrow[look].append(_box(left, top, right - left, depth))
+                    continue
+                boxes[look].append(_box(left + 0.3, top, right - left - 0.6, depth))
                 text = "opt" if action is None else str(action.microbatch)
                 size = min(10.5, depth - 1.5, (right - left - 2) / (0.58 * len(text)))
-                if size >= 5:
+                if size >= _SMALLEST:
                     place = f'x="{_n((left + right) / 2)}" y="{_n(top + depth / 2 + size * 0.36)}"'
                     labels[ink(fill(*look))].append(f'<text {place} font-size="{_n(size)}">{text}</text>')
             if len(cell) > 1 and cell[-1][2] - cell[0][1] > 3 / self.scale:
                 left, right = self.x(timeline, cell[0][1]), self.x(timeline, max(end for _, _, end in cell))
                 frames.append(_box(left + 0.8, y + 0.8, right - left - 1.6, height - 1.6))
+        for look, drawn in narrow.items():
+            self.parts.append(f'<path class="thin" fill="{fill(*look)}" d="{"".join(drawn)}"/>\n')
         for look, drawn in boxes.items():
             self.fills.add(look)
             self.parts.append(f'<path class="cell" fill="url(#{_name(*look)})" d="{"".join(drawn)}"/>\n')
