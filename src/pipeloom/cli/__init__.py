@@ -20,6 +20,7 @@ from pipeloom.cli._draw import draw
 from pipeloom.cli._explain import explain
 from pipeloom.cli._list import list_schedules
 from pipeloom.cli._lower import lower
+from pipeloom.cli._parallelism import parallelism
 from pipeloom.cli._selftest import selftest
 from pipeloom.cli._show import show
 from pipeloom.cli._simulate import simulate
@@ -42,6 +43,7 @@ app.command()(draw)
 app.command()(compare)
 app.command()(explain)
 app.command()(train)
+app.command()(parallelism)
 app.command()(selftest)
 
 
