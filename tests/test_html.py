@@ -1,6 +1,8 @@
 """The page, opened in a real browser: looked at, pointed at, clicked, zoomed and read."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +98,11 @@ def settled(page: Page) -> None:
 
 def becomes(page: Page, expression: str) -> None:
     """Wait until an expression of JavaScript is true, at most for five seconds."""
-    assert any(page.evaluate(expression) or page.wait_for_timeout(50) for _ in range(100)), expression
+    for _ in range(100):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never: {expression}")
 
 
 def picture(page: Page) -> bytes:
@@ -257,8 +263,7 @@ def test_the_fragment_holds_the_view(opened: Open) -> None:
     page = opened(timeline)
     page.mouse.click(*at(page, number_of(timeline, "2F1")))
     page.keyboard.press("c")
-    becomes(page, f"location.hash.includes('select=0:e{number_of(timeline, '2F1')}')")
-    assert "show=critical,messages" in page.evaluate("location.hash")
+    becomes(page, f"location.hash.endsWith('&show=critical,messages&select=0:e{number_of(timeline, '2F1')}')")
     page.evaluate("location.hash = '#t=1,2&select=9:e9999&show='")
     becomes(page, "Math.abs(made.view.right - 2) < 1e-6")
     settled(page)
@@ -305,6 +310,24 @@ def test_a_measured_run_is_told_in_seconds(opened: Open) -> None:
     assert table_of(page)["makespan"] == [f"{1000 * timeline.makespan:.5g} ms"]
     page.mouse.move(*at(page, number_of(timeline, "0F0")))
     assert page.locator("#tip").inner_text().splitlines()[1].startswith("0 ms to 1")
+
+
+def test_a_run_that_was_measured_just_now(opened: Open, tmp_path: Path) -> None:
+    script, path = Path(__file__).parent / "measured_run.py", tmp_path / "run.json"
+    subprocess.run([sys.executable, str(script), str(path)], check=True, timeout=120)
+    timeline = pl.Timeline.from_json(path)
+    simulated = pl.simulate(timeline.schedule, pl.Costs(F=1e-3, I=1e-3, W=1e-3))
+    page = opened(simulated, timeline)
+    assert table_of(page)["makespan"][1].endswith(("ms", " s"))
+    event = number_of(timeline, "2F3")
+    page.mouse.move(*at(page, event, 1))
+    assert "2F3: forward, stage 2, microbatch 3" in page.locator("#tip").inner_text()
+    page.keyboard.press("i")
+    settled(page)
+    assert page.locator("#selection h2").inner_text().endswith("is idle")
+    before = picture(page)
+    page.keyboard.press("c")
+    assert picture(page) != before
 
 
 def test_light_and_dark(opened: Open) -> None:

@@ -136,8 +136,7 @@ def _stretch(idle: dict[str, Any], times: Times) -> list[str]:
     ended = f"until {idle['before']}" if idle["before"] else "with nothing left to do while others are at work"
     length = times(idle["end"] - idle["start"])
     chain = [
-        f"{step['action']} on rank {step['rank']}" + (f" ({step['what']})" if step["what"] in _REMARKS else "")
-        for step in idle["chain"][:_STEPS]
+        f"{step['action']} on rank {step['rank']}" + _REMARKS.get(step["what"], "") for step in idle["chain"][:_STEPS]
     ]
     if len(idle["chain"]) > _STEPS:
         chain.append(f"{len(idle['chain']) - _STEPS} more")
@@ -145,7 +144,7 @@ def _stretch(idle: dict[str, Any], times: Times) -> list[str]:
     return lines + ([f"    meanwhile, latest first: {', '.join(chain)}"] if chain else [])
 
 
-_REMARKS = ("communication", "overhead")
+_REMARKS = {"communication": ": on its way", "overhead": " began late"}
 
 
 def _most_first(found: Mapping[_Key, float]) -> dict[_Key, float]:

@@ -68,7 +68,7 @@ class Timeline {
     this.count = this.kind.length;
     this.place = new Uint8Array(this.count); // of a part that runs at the same time as others: its place among them,
     this.places = new Uint8Array(this.count).fill(1); // and how many there are
-    this.frame = new Int32Array(this.count).fill(-1); // of the first part of a composite: its last part
+    this.frames = this.offsets.slice(1).map(() => ({ starts: [], ends: [] })); // the composites of each rank
     this.findComposites();
     this.lanes = this.offsets.slice(1).map((stop, rank) => this.lanesOf(this.offsets[rank], stop));
     this.outputs = null;
@@ -82,7 +82,9 @@ class Timeline {
       while (last + 1 < this.count && this.step[last + 1] === this.step[event]
         && this.rank(last + 1) === this.rank(event)) last++;
       if (last > event) {
-        this.frame[event] = last;
+        const frames = this.frames[this.rank(event)];
+        frames.starts.push(this.start[event]);
+        frames.ends.push(Math.max(...this.end.subarray(event, last + 1)));
         let together = false;
         for (let at = event + 1; at <= last; at++) together ||= this.start[at] < this.end[at - 1];
         for (let at = event; together && at <= last; at++) {

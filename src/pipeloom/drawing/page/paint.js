@@ -97,6 +97,7 @@ class Painter {
     const left = Math.max(this.x(0), GUTTER), right = Math.min(this.x(timeline.makespan), this.width);
     context.fillRect(left, top, right - left, row);
     this.paintLane(timeline, lanes[0], top, row, theme);
+    this.paintFrames(timeline.frames[rank], top, row, theme);
     let below = top + row + 1;
     if (this.view.show.messages) {
       for (const lane of lanes.slice(1)) {
@@ -175,21 +176,16 @@ class Painter {
         context.fillText(text, from + visible / 2, y + deep / 2 + 0.5);
       }
     }
-    const last = timeline.frame[event];
-    if (last >= 0) {
-      const reach = Math.max(...timeline.end.subarray(event, last + 1));
-      this.outstanding = { left: from, right: Math.min(this.x(reach), this.width + 8), top, height };
-    }
-    // the frame goes on top of the last of its parts
-    const next = event + 1 < timeline.count && timeline.step[event + 1] === timeline.step[event];
-    if (this.outstanding && !next) {
-      const { left: start, right: stop } = this.outstanding;
-      if (stop - start > 4) {
-        context.strokeStyle = theme.ink;
-        context.lineWidth = 1.5;
-        context.strokeRect(start + 0.75, top + 0.75, stop - start - 1.5, height - 1.5);
-      }
-      this.outstanding = null;
+  }
+
+  // A frame around each composite.
+  paintFrames({ starts, ends }, top, height, theme) {
+    const { context } = this;
+    context.strokeStyle = theme.ink;
+    context.lineWidth = 1.5;
+    for (let at = above(ends, this.view.left); at < starts.length && starts[at] <= this.view.right; at++) {
+      const left = Math.max(this.x(starts[at]), GUTTER - 8), right = Math.min(this.x(ends[at]), this.width + 8);
+      if (right - left > 5) context.strokeRect(left + 0.75, top + 0.75, right - left - 1.5, height - 1.5);
     }
   }
 
