@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeloom as pl
 from models import Block, cross_entropy, gpt, text
-from pipeloom.errors import PipelineError
+from pipeloom.errors import PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
 
 SCHEDULES = ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -325,3 +325,42 @@ def refusals() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 def test_what_cannot_be_run_is_refused() -> None:
     launch(refusals, 4, timeout=60.0)
+
+
+def fail(wraps: list[Wrap]) -> None:
+    """All replicas fail in the same microbatch, and go on with the next batch; gradients of before are not kept."""
+    calls = []
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        calls.append(target)
+        if len(calls) in (3, 14):
+            raise ValueError("a bad batch")
+        return cross_entropy(logits, target)
+
+    x, y = text(10, seed=0)
+    for wrap in wraps:
+        calls.clear()
+        side = Side("ZBVZeroBubble", 4, wrap, loss_fn=loss_fn)
+        with pytest.raises((ValueError, PeerFailed), match="a bad batch"):
+            side.step(x, y)
+        for name, own, _ in side.pairs():
+            assert own.grad is None, name
+            assert isinstance(own, DTensor) or wrap in (ddp, blocks_only), name
+        side.step(x, y)
+        side.reference(x, y)
+        side.same_gradients()
+        side.step(x, y, reduce=False)
+        with pytest.raises((ValueError, PeerFailed), match="a bad batch"):
+            side.step(x, y)
+        with pytest.raises((PipelineError, PeerFailed), match="a step failed while gradients of earlier steps"):
+            side.step(x, y)
+        for _, own, whole in side.pairs():
+            own.grad = whole.grad = None
+        side.step(x, y)
+        side.reference(x, y)
+        side.same_gradients()
+        side.pipe.close()
+
+
+def test_goes_on_where_all_replicas_failed_alike() -> None:
+    launch(fail, 4, WRAPPERS, timeout=60.0)

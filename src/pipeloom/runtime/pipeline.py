@@ -220,6 +220,7 @@ class Pipeline:
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with this pipeline's process group"
             )
         self._leftovers.refuse()
+        self._replicas.refuse_out_of_step()
 
     def _train(
         self,
@@ -323,7 +324,7 @@ class Pipeline:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            self._together("eval", count, given, batch_id, lambda: None) as batch,
+            self._together("eval", count, given, batch_id, self._replicas.refuse_out_of_step) as batch,
         ):
             return self._walk(count, batch, losses, train=False, keep=return_outputs)
 

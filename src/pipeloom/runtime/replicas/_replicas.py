@@ -13,6 +13,7 @@ from pipeloom.action import Kind
 from pipeloom.errors import PipelineError
 from pipeloom.runtime.replicas._average import average
 from pipeloom.runtime.replicas._copies import Copies
+from pipeloom.runtime.replicas._progress import Progress
 from pipeloom.runtime.stage import Stage
 from pipeloom.schedule import Schedule
 
@@ -37,6 +38,7 @@ class Replicas:
         self._group = group
         self._device = device
         self._unreduced = False
+        self._progress = Progress()
         self.later: set[nn.Parameter] = set()
         """Parameters whose gradients are complete at the end of a step only, as they are tied to others."""
         self.count, self.shards, self.reduces = self._agree()
@@ -62,6 +64,7 @@ class Replicas:
 
     def gather(self, stage: int) -> None:
         """UNSHARD: begin to gather the weights of a stage."""
+        self._progress.calls += 1
         self._copies[stage].managed.gather()
 
     def gathered(self, stage: int) -> None:
@@ -74,6 +77,7 @@ class Replicas:
 
     def reduce(self, stage: int) -> None:
         """REDUCE_GRAD: average the gradients of a stage over its replicas."""
+        self._progress.calls += 1
         self._copies[stage].reduce(self._groups, self.later)
 
     def finish_step(self, *, reduce: bool) -> None:
@@ -89,6 +93,7 @@ class Replicas:
 
     def abort(self) -> None:
         """After a walk that failed: weights are sharded, and nothing is under way."""
+        self._progress.failed = True
         for copies in self._copies.values():
             copies.managed.abort()
 
@@ -96,6 +101,15 @@ class Replicas:
         """After a step that failed, also forget gradients that wait for being reduced."""
         for copies in self._copies.values():
             copies.managed.forget()
+
+    def refuse_out_of_step(self) -> None:
+        """After a walk that failed, refuse another one unless all replicas of this rank have failed at the same place.
+
+        Raises:
+            PipelineError: they have not.
+        """
+        if self._groups:
+            self._progress.compare(self._groups)
 
     @property
     def lost(self) -> bool:
