@@ -286,7 +286,16 @@ def test_a_keyword_argument_that_could_be_either_is_refused() -> None:
     pipeline(kwargs={"mask": "replicate"}).step(x, target=x, **given)
 
 
-# Ranks that disagree
+# Ranks that disagree, and one that holds both ends
+
+
+def test_inputs_and_targets_of_two_batches_are_refused() -> None:
+    pipe = pl.Pipeline([pl.Stage(nn.Linear(WIDTH, WIDTH), 0)], make("1F1B", 1, 2), loss_fn=lambda x, y: x.mean() - y)
+    says = "samples is 4:3 in the inputs and 1:1 in the targets"
+    with pytest.raises(BatchError, match=says):
+        pipe.step(numbers(7, 0), target=numbers(8, 1))
+    with pytest.raises(BatchError, match=says):
+        pipe.eval(numbers(7, 0), target=numbers(8, 1))
 
 
 def disagree(case: str) -> None:

@@ -259,6 +259,15 @@ def test_an_input_that_wants_no_gradient_gets_none() -> None:
     assert all(parameter.grad is not None for parameter in block.parameters())
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
+def test_views_of_an_expanded_input_may_change(split: bool) -> None:
+    x = torch.randn(3, 1).expand(3, 2).requires_grad_()
+    tape = Tape()
+    tape.roots = [tape.enter(x)[:, 0].mul_(2)]
+    found = tape.inputs([torch.ones(3)]) if split else tape.whole([torch.ones(3)])
+    assert torch.equal(found[0], torch.tensor([[2.0, 0.0]] * 3))  # type: ignore[arg-type]
+
+
 def test_an_unused_output_brings_nothing() -> None:
     tied = Tied()
     for split in (False, True):

@@ -100,6 +100,13 @@ class Batch:
             batch.size = batch_size(given.target) if batch.size is None else batch.size
         if ends.last and batch.targets:
             batch._weights = weights(weight, microbatches, _sizes(batch.targets), batch.targets, replicas)
+        if ends.first and ends.last:
+            inputs, targets = _proportions(batch.arguments), _proportions(batch.targets)
+            if None not in (inputs, targets) and inputs != targets:
+                raise BatchError(
+                    f"samples is {inputs} in the inputs and {targets} in the targets, microbatch by microbatch; "
+                    "give inputs and targets of one batch"
+                )
         return batch
 
     def cut_keywords(self, given: Given, handling: Mapping[str, Handling]) -> None:
@@ -116,11 +123,7 @@ class Batch:
     def equal(self) -> dict[str, str | None]:
         """What both ends must agree about: in which proportions the batch is cut."""
         counted = self.arguments if self.ends.first else self.targets
-        sizes = _sizes(counted)
-        if sizes and self.ends.first and self.ends.last and self.targets:
-            sizes = _sizes(self.targets)
-        divisor = math.gcd(*sizes) if sizes else 1
-        return {"samples": ":".join(str(size // divisor) for size in sizes) if sizes and divisor else None}
+        return {"samples": _proportions(counted)}
 
     @property
     def own(self) -> dict[str, str]:
@@ -152,5 +155,12 @@ class Batch:
 
 
 def _sizes(entries: Sequence[Any]) -> list[int] | None:
-    """How many samples each microbatch has."""
-    return [batch_size(entry) or 1 for entry in entries] if entries else None
+    """How many samples each microbatch has; None where that cannot be seen."""
+    sizes = [batch_size(entry) for entry in entries]
+    return [size or 1 for size in sizes] if any(sizes) else None
+
+
+def _proportions(entries: Sequence[Any]) -> str | None:
+    """How the samples are spread over the microbatches, in least numbers."""
+    sizes = _sizes(entries)
+    return ":".join(str(size // math.gcd(*sizes)) for size in sizes) if sizes else None

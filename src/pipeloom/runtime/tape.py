@@ -27,6 +27,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004 - autograd passes it
+        if 0 in leaf.stride() and leaf.numel() > 1:  # an expanded tensor: changes to views of it have no backward
+            return leaf.clone(memory_format=torch.contiguous_format)
         return leaf.detach()
 
     @staticmethod
