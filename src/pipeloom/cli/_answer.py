@@ -13,7 +13,6 @@ import typer
 
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.problem import Problem
-from pipeloom.schedule import Schedule
 
 FAULT = 1
 BAD_USAGE = 2
@@ -44,13 +43,6 @@ def answer(text: str) -> None:
 def answer_json(value: object) -> None:
     """Write `value` as one JSON text to the standard output."""
     answer(json.dumps(value, indent=2))
-
-
-def sizes(schedule: Schedule) -> str:
-    """How large a schedule is, in words."""
-    counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
-    plurals = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
-    return ", ".join(f"{count} {word if count == 1 else plurals[word]}" for count, word in counts)
 
 
 @contextmanager

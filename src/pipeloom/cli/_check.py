@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from pipeloom.checker import check as find_problems
-from pipeloom.cli._answer import FAULT, AsJson, answer, answer_json, problems_as_json, report, sizes
+from pipeloom.cli._answer import FAULT, AsJson, answer, answer_json, problems_as_json, report
 from pipeloom.cli._source import (
     Copies,
     Group,
@@ -18,6 +18,7 @@ from pipeloom.cli._source import (
     StagesPerRank,
     read_schedule,
 )
+from pipeloom.drawing import sizes
 from pipeloom.errors import ScheduleError
 from pipeloom.problem import Problem
 

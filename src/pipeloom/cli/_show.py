@@ -7,7 +7,7 @@ import shutil
 import sys
 
 from pipeloom.action import COMMUNICATION, SHARDING
-from pipeloom.cli._answer import AsJson, answer, answer_json, faults, sizes
+from pipeloom.cli._answer import AsJson, answer, answer_json, faults
 from pipeloom.cli._source import (
     Copies,
     Group,
@@ -20,7 +20,7 @@ from pipeloom.cli._source import (
     StagesPerRank,
     read_schedule,
 )
-from pipeloom.drawing import table
+from pipeloom.drawing import table, title
 from pipeloom.simulator import simulate
 
 
@@ -73,7 +73,7 @@ def show(
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else None
     answer(
-        f"{schedule.name}: {sizes(schedule)}\n\n"
+        f"{title(timeline)}\n\n"
         f"{table(timeline, width, color=terminal and not os.environ.get('NO_COLOR'))}\n\n"
         f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}, with F = I = W = 1, B = 2 and messages free"
     )

@@ -2,7 +2,7 @@
 
 from pipeloom.drawing._draw import draw
 from pipeloom.drawing._explain import explain, explanation
-from pipeloom.drawing._figures import Times, between, figures, number, title
+from pipeloom.drawing._figures import Times, between, figures, number, sizes, title
 from pipeloom.drawing._table import table
 from pipeloom.drawing._terminal import blocks, plain
 
@@ -16,6 +16,7 @@ __all__ = [
     "figures",
     "number",
     "plain",
+    "sizes",
     "table",
     "title",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeloom.action import SENDS, Kind
+from pipeloom.schedule import Schedule
 from pipeloom.timeline import Timeline
 
 
@@ -15,7 +16,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
     `messages` counts what crosses from rank to rank, `volume` is the size of all of it.
     """
     schedule = timeline.schedule
-    sizes = list(_message_sizes(timeline))
+    messages = list(_message_sizes(timeline))
     return {
         "name": schedule.name,
         "measured": timeline.measured,
@@ -30,8 +31,8 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "idle": timeline.idle,
         "peak_activations": timeline.peak_activations,
         "peak_memory": timeline.peak_memory,
-        "messages": len(sizes),
-        "volume": sum(sizes),
+        "messages": len(messages),
+        "volume": sum(messages),
     }
 
 
@@ -98,8 +99,11 @@ def between(values: Sequence[float]) -> str:
 
 def title(timeline: Timeline) -> str:
     """What a picture calls a timeline."""
-    schedule = timeline.schedule
+    return f"{timeline.schedule.name}: {sizes(timeline.schedule)}" + (", measured" if timeline.measured else "")
+
+
+def sizes(schedule: Schedule) -> str:
+    """How large a schedule is, in words."""
     counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
     plurals = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
-    sizes = ", ".join(f"{count} {word if count == 1 else plurals[word]}" for count, word in counts)
-    return f"{schedule.name}: {sizes}" + (", measured" if timeline.measured else "")
+    return ", ".join(f"{count} {word if count == 1 else plurals[word]}" for count, word in counts)
