@@ -5,6 +5,8 @@ import json
 import math
 import re
 import runpy
+import struct
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,7 @@ def test_kinds_are_told_apart_without_colour() -> None:
     assert len({TEXTURES.get(kind) for kind in "FBIW"}) == 4
 
 
-@pytest.mark.parametrize("ending", [".svg", ".html", ".txt", ".json", ".perfetto-trace"])
+@pytest.mark.parametrize("ending", [".svg", ".png", ".html", ".txt", ".json", ".perfetto-trace"])
 @pytest.mark.parametrize("name", TIMELINES)
 def test_everything_is_drawn_in_every_format(tmp_path: Path, name: str, ending: str) -> None:
     path = tmp_path / f"picture{ending}"
@@ -101,7 +103,7 @@ def test_several_timelines_share_an_axis(tmp_path: Path) -> None:
     ("timelines", "name", "message"),
     [
         ([], "none.svg", "draw: there is no timeline to draw; give one, or several"),
-        ([0], "picture.gif", "must end in one of .html, .svg, .txt, .json, .perfetto-trace, got '.gif'"),
+        ([0], "picture.gif", "must end in one of .html, .svg, .png, .txt, .json, .perfetto-trace, got '.gif'"),
         ([0], "picture", "got ''"),
         ([0], "nowhere/picture.svg", "cannot be written: No such file or directory"),
     ],
@@ -148,6 +150,25 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     style = next(root.iter(f"{SVG}style")).text or ""
     assert LIGHT.paper in style
     assert f"prefers-color-scheme:dark){{.paper{{fill:{DARK.paper}}}" in style
+
+
+def test_pixels(tmp_path: Path) -> None:
+    pl.draw(lowered(), tmp_path / "picture.svg")
+    pl.draw(lowered(), tmp_path / "picture.png")
+    root = ElementTree.parse(tmp_path / "picture.svg").getroot()
+    data = (tmp_path / "picture.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", data[16:24]) == (2 * int(root.attrib["width"]), 2 * int(root.attrib["height"]))
+
+
+@pytest.mark.parametrize(
+    ("ending", "module"), [("png", "resvg_py"), ("perfetto-trace", "perfetto.protos.perfetto.trace")]
+)
+def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, module: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    with pytest.raises(DrawingError, match="pip install"):
+        pl.draw(lowered(), tmp_path / f"picture.{ending}")
 
 
 def test_a_picture_has_an_end(tmp_path: Path) -> None:

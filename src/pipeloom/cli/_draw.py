@@ -30,7 +30,7 @@ def draw(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write a .html, .svg or .txt file, or a .json or .perfetto-trace for the Perfetto UI.",
+            help="Write a .html, .svg, .png or .txt file, or a .json or .perfetto-trace for the Perfetto UI.",
         ),
     ] = None,
     costs: CostsFile = None,

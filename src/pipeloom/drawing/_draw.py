@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeloom.drawing._html import html
 from pipeloom.drawing._perfetto import chrome_json, protobuf
+from pipeloom.drawing._png import png
 from pipeloom.drawing._svg import svg
 from pipeloom.drawing._terminal import plain
 from pipeloom.errors import DrawingError, shown
@@ -22,12 +23,12 @@ def draw(
     Args:
         timelines: one, or several whose times are in the same unit.
         path: the file to write. Its ending says what: `.html`, a page to look around in; `.svg`, a picture for a paper;
-            `.txt`, plain text; `.json` or `.perfetto-trace`, a trace for the Perfetto UI, the latter by the package
-            perfetto.
+            `.png`, the same in pixels, by the package resvg-py; `.txt`, plain text; `.json` or `.perfetto-trace`, a
+            trace for the Perfetto UI, the latter by the package perfetto.
         memory: the memory that a rank has, in the units of the costs; a page shows where it does not suffice.
 
     Raises:
-        DrawingError: the ending is another one, there is nothing to draw, the package perfetto is missing, or the file
+        DrawingError: the ending is another one, there is nothing to draw, a package is missing, or the file
             cannot be written.
     """
     given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
@@ -48,6 +49,7 @@ def draw(
 ENDINGS: dict[str, Callable[[Sequence[Timeline]], str | bytes]] = {
     ".html": html,
     ".svg": svg,
+    ".png": png,
     ".txt": lambda timelines: plain(timelines) + "\n",
     ".json": lambda timelines: "".join(chrome_json(timelines)),
     ".perfetto-trace": protobuf,
