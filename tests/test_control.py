@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -120,6 +119,7 @@ def test_a_rank_that_is_killed_is_named(kind: str, tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_is_named_though_a_process_it_forked_lives_on(tmp_path: Path) -> None:
     def body(control: Control, transport: Transport) -> None:
         begin(control, transport)
+        control.value(other(control), "samples")
         if control.rank == 1:
             child = os.fork()
             if child == 0:
@@ -142,6 +142,7 @@ def test_a_rank_that_is_killed_is_named_though_a_process_it_forked_lives_on(tmp_
 def test_a_rank_that_is_stopped_is_named_after_the_deadline(tmp_path: Path) -> None:
     def body(control: Control, transport: Transport) -> None:
         begin(control, transport)
+        control.value(other(control), "samples")
         if control.rank == 1:
             transport.send(0, os.getpid())
             transport.flush()
@@ -214,6 +215,7 @@ def test_who_learns_late_ends_all(tmp_path: Path) -> None:
 
     def body(control: Control, transport: Transport) -> None:
         begin(control, transport)
+        control.value(other(control), "samples")
         if control.rank == 0:
             control.fail(ValueError("late"))
         else:
@@ -249,24 +251,14 @@ def test_ranks_that_disagree_all_say_so(mine: list[tuple[str, int | None]], mess
 
 
 def test_an_error_outside_of_steps_is_told_as_the_process_ends(tmp_path: Path) -> None:
-    script = """
-import sys, torch.distributed as dist
-from pipeloom.runtime.control import Control
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=rank, world_size=2)
-control = Control(dist.group.WORLD)
-if rank == 1:
-    raise OverflowError("in the training script")
-error = control.failure(1)
-assert error.cause == "OverflowError: in the training script", error
-"""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 1], errors
-    assert b"OverflowError" in errors[1]
+    def body(control: Control, transport: Transport) -> None:
+        if control.rank == 1:
+            try:
+                raise OverflowError("in the training script")
+            except OverflowError:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+        with pytest.raises(PeerFailed, match=r"rank 1 on .*: OverflowError: in the training script"):
+            transport.receive(1).wait()
+
+    run(2, body, tmp_path, rank1=1)

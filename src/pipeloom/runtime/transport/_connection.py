@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import select
 import threading
@@ -93,6 +94,19 @@ class Connection:
                 raise self._failure()
         if self._broken:
             raise self._failure()
+
+    def ready(self) -> bool:
+        """Whether the next message of this step has begun to arrive."""
+        if self._unread:
+            return False
+        if not self._first:
+            with contextlib.suppress(OSError):  # whoever waits will hear of it
+                if any(fd == self.link.readable for fd, _ in self._poll.poll(0)):
+                    self.link.refill()
+            self._got += self.link.give_bytes(_BLOCK - len(self._got))
+            if len(self._got) == _BLOCK:
+                self._first, self._got = self._got, b""
+        return int.from_bytes(self._first[:4], "little") == self._number if self._first else False
 
     def _has_left(self) -> bool:
         """Whether all of this step has; what an earlier one left behind does not matter."""

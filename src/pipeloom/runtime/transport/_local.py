@@ -40,6 +40,10 @@ class LocalTransport:
     def receive(self, rank: int) -> Pending:
         return self._connections[rank].posted.post()
 
+    def ready(self, rank: int) -> bool:
+        """Whether the next message from `rank` begins to arrive, so that a wait for it will be short."""
+        return self._connections[rank].ready()
+
     def flush(self) -> None:
         for connection in self._connections.values():
             connection.flush()

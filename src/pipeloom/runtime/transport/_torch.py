@@ -8,7 +8,6 @@ import select
 import threading
 from collections import deque
 from collections.abc import Collection
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -17,8 +16,7 @@ import torch.distributed as dist
 from pipeloom.errors import MessageError, PipelineError
 from pipeloom.runtime.transport._interface import Pending, Tree, Watch
 from pipeloom.runtime.transport._local import LocalTransport
-from pipeloom.runtime.transport._posted import Posted
-from pipeloom.runtime.transport._tree import Spec, flat, pack, read
+from pipeloom.runtime.transport._tree import Layout, Spec, flat, pack, read
 
 _Works: TypeAlias = "queue.Queue[list[tuple[dist.Work, torch.Tensor]] | None]"
 
@@ -53,7 +51,8 @@ class TorchTransport:
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
         self._sent = _OnGpu() if device.type == "cuda" else _OnCpu()
-        self._posted: dict[int, Posted] = {}
+        self._waiting: dict[int, deque[_Incoming]] = {}
+        """What was posted and has no header yet."""
         self._groups: dict[tuple[int, int] | None, dist.ProcessGroup] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._rank, size = group.rank(), group.size()
@@ -73,7 +72,7 @@ class TorchTransport:
         if self._rank == sender:
             self._isend(receiver, spec.allocate(self._device))
         else:
-            self._irecv(sender, spec)
+            self.finish(sender, *self._irecv(sender, spec))
 
     def begin(self, number: int) -> None:
         if self._aborted:
@@ -83,8 +82,7 @@ class TorchTransport:
         self._number = number
         self._headers.begin(number)
         self._sent.forget()
-        for posted in self._posted.values():
-            posted.forget()
+        self._waiting.clear()
 
     def abort(self) -> None:
         """Have all waits for a GPU's communication end, for good."""
@@ -100,10 +98,34 @@ class TorchTransport:
                 self._isend(rank, flat(tensor.to(self._device, copy=True)))
 
     def receive(self, rank: int) -> Pending:
-        posted = self._posted.get(rank)
-        if posted is None:
-            posted = self._posted[rank] = Posted(partial(self._receive, rank))
-        return posted.post()
+        incoming = _Incoming(self, rank)
+        waiting = self._waiting.setdefault(rank, deque())
+        waiting.append(incoming)
+        while waiting and self._headers.ready(rank):
+            self.start_next(rank)
+        return incoming
+
+    def start_next(self, rank: int) -> None:
+        """Wait for the next header from `rank`, and start to receive its tensors for the receive that was posted."""
+        header = self._headers.receive(rank).wait()
+        if not isinstance(header, bytes):
+            raise MessageError(f"rank {rank} sent a {type(header).__name__} where a header was due")
+        layout = read(header)
+        incoming = self._waiting[rank].popleft()
+        incoming.parts = [self._irecv(rank, spec) for spec in layout.specs]
+        incoming.layout = layout
+
+    def finish(self, rank: int, tensor: torch.Tensor, work: dist.Work | None) -> None:
+        """Wait until `tensor` has been received; on a GPU, have what uses it wait."""
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError:
+            if self._watch is None:
+                raise
+            raise self._watch.failure(rank) from None
+        if self._stream:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def flush(self) -> None:
         while not self._sent.flush(0.1):
@@ -124,35 +146,37 @@ class TorchTransport:
         assert work is not None
         self._sent.add(work, data)
 
-    def _irecv(self, rank: int, spec: Spec) -> torch.Tensor:
+    def _irecv(self, rank: int, spec: Spec) -> tuple[torch.Tensor, dist.Work | None]:
         # On a stream without compute the transfer does not wait for what is queued before it.
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             tensor = spec.allocate(self._device)
             if not spec.nbytes:
-                return tensor
+                return tensor, None
             group = self._groups[(rank, self._rank) if self._stream else None]
-            work = dist.irecv(flat(tensor), self._ranks[rank], group, tag=self._number)
-        assert work is not None
-        try:
-            work.wait()
-        except RuntimeError:
-            if self._watch is None:
-                raise
-            raise self._watch.failure(rank) from None
-        if self._stream:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
-        return tensor
+            return tensor, dist.irecv(flat(tensor), self._ranks[rank], group, tag=self._number)
 
-    def _receive(self, rank: int) -> Tree:
-        header = self._headers.receive(rank).wait()
-        if not isinstance(header, bytes):
-            raise MessageError(f"rank {rank} sent a {type(header).__name__} where a header was due")
-        layout = read(header)
-        tensors = []
-        for spec in layout.specs:
-            tensor = self._irecv(rank, spec)
-            tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
-        return layout.build(tensors)
+
+class _Incoming:
+    """A receive that was posted; it has a layout once its header was read and its tensors are on their way."""
+
+    __slots__ = ("_rank", "_transport", "layout", "parts")
+
+    def __init__(self, transport: TorchTransport, rank: int) -> None:
+        self._transport, self._rank = transport, rank
+        self.layout: Layout | None = None
+        self.parts: list[tuple[torch.Tensor, dist.Work | None]] = []
+
+    def wait(self) -> Tree:
+        while self.layout is None:
+            self._transport.start_next(self._rank)
+        for tensor, work in self.parts:
+            self._transport.finish(self._rank, tensor, work)
+        tensors = [
+            tensor.requires_grad_() if spec.requires_grad else tensor
+            for (tensor, _), spec in zip(self.parts, self.layout.specs, strict=True)
+        ]
+        self.parts.clear()
+        return self.layout.build(tensors)
 
 
 class _OnGpu:
