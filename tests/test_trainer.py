@@ -81,6 +81,29 @@ def test_trains_and_evaluates_alike_on_one_rank_and_on_two(text: Path, tmp_path:
     assert one[-2]["loss"] < one[3]["loss"] < 5.6
 
 
+def test_verify_compares_every_step_with_one_process(text: Path, tmp_path: Path) -> None:
+    options: list[str | Path] = [
+        "--schedule",
+        "ZBVZeroBubble",
+        "--ranks",
+        "2",
+        "--data",
+        text,
+        "--steps",
+        "4",
+        "--eval-every",
+        "2",
+    ]
+    ended = run(*options, "--verify", "--json", tmp_path / "metrics")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("  equal to the bit\n") == 4
+    found = lines(tmp_path / "metrics")
+    verified = [line for line in found if line["event"] == "verify"]
+    assert [line["step"] for line in verified] == [1, 2, 3, 4]
+    assert all(line["equal"] and line["loss"] == line["one_process"] for line in verified)
+    assert [line["loss"] for line in found if line["event"] == "step"] == [line["loss"] for line in verified]
+
+
 @pytest.fixture(name="running")
 def _running(text: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run on two ranks that is under way, and the processes of its ranks."""
@@ -166,6 +189,10 @@ def test_torchrun_must_start_as_many_ranks_as_the_schedule_has() -> None:
                 "--data has 20000 bytes: the last tenth, 2000, is held out and must hold --context 2000 + 1 = 2001; "
                 "take 20010 bytes or more, or a smaller --context"
             ],
+        ),
+        (
+            TrainConfig(verify=True, checkpoint=Path("saved"), resume=True),
+            ["--resume: --verify compares a run from its first step on; give one of the two"],
         ),
         (
             TrainConfig(model=ModelConfig(layers=0, heads=0)),

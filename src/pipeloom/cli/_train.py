@@ -61,6 +61,9 @@ def train(
         float, typer.Option(help="The norm to which the whole model's gradient is clipped.")
     ] = _DEFAULT.optimizer.clip,
     seed: Annotated[int, typer.Option(help="What weights and the order of the text are drawn from.")] = _DEFAULT.seed,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Train the whole model in one process beside it, and compare each step.")
+    ] = _DEFAULT.verify,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIRECTORY", help="Save the run to this directory, in place of what it saved before."),
@@ -94,6 +97,7 @@ def train(
         data=data,
         metrics=metrics,
         seed=seed,
+        verify=verify,
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         resume=resume,

@@ -76,6 +76,8 @@ class TrainConfig:
     """The file that gets the metrics as JSON lines; "-" is the standard output."""
     seed: int = 0
     """What the initial weights and the order of the text are drawn from."""
+    verify: bool = False
+    """Whether the rank with the last stage trains the whole model beside the pipeline and compares losses."""
     checkpoint: Path | None = None
     """The directory that the run is saved to, each time in place of the time before; by default nowhere."""
     checkpoint_every: int = 20
@@ -103,6 +105,10 @@ class TrainConfig:
             for option, given in (("--resume", self.resume), ("--max-restarts", self.max_restarts > 0)):
                 if given:
                     found.append(f"{option} goes on from what was saved, and nothing is: give --checkpoint DIRECTORY")
+        if self.verify:
+            for option, given in (("--resume", self.resume), ("--max-restarts", self.max_restarts > 0)):
+                if given:
+                    found.append(f"{option}: --verify compares a run from its first step on; give one of the two")
         if self.batch_size is not None:
             found += _below("--batch-size", self.batch_size, 1)
             if microbatches and self.batch_size > 0:

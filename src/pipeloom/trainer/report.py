@@ -82,6 +82,13 @@ class Report:
             tokens_per_second=speed,
         )
 
+    def verified(self, step: int, loss: float, expected: float, *, equal: bool) -> None:
+        """Tell of the same step in one process: whether the losses of all microbatches were equal to the bit."""
+        seconds = self._lap()
+        says = "equal to the bit" if equal else "NOT equal"
+        self._say(f"step {step}/{self._steps}  loss {loss:.8f}  one process {expected:.8f}  {says}")
+        self._write("verify", step=step, loss=loss, one_process=expected, equal=equal, seconds=seconds)
+
     def evaluated(self, step: int, loss: float) -> None:
         """Tell of an evaluation that has just ended."""
         seconds = self._lap()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
@@ -13,7 +12,7 @@ import torch
 # Whoever makes an optimizer loads this, which takes as long as torch itself: once here, before ranks are forked.
 import torch._dynamo
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.errors import DataError
 from pipeloom.runtime import Pipeline
@@ -22,8 +21,10 @@ from pipeloom.splitter import fill, split
 from pipeloom.trainer.config import OptimizerConfig, TrainConfig
 from pipeloom.trainer.corpus import Corpus
 from pipeloom.trainer.gpt import GPT, loss_fn
+from pipeloom.trainer.optimizer import adamw, set_rate
 from pipeloom.trainer.report import Report
 from pipeloom.trainer.saved import Saved
+from pipeloom.trainer.verify import OneProcess
 
 
 def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
@@ -44,7 +45,7 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
     for stage in stages:
         fill(stage.module, config.seed, device)
     pipe = Pipeline(stages, schedule, loss_fn=loss_fn)
-    optimizer = _adamw([stage.module for stage in stages], config.optimizer)
+    optimizer = adamw([stage.module for stage in stages], config.optimizer)
     size = config.sequences(schedule.microbatches)
     saved = Saved(config, corpus.digest, size)
     done = saved.load(pipe, optimizer)
@@ -53,6 +54,7 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
             print(f"step {done}/{config.steps} was saved; there is nothing left to train", flush=True)
         pipe.close()
         return
+    one_process = OneProcess(config, schedule, device) if config.verify and pipe.last else None
     tokens = size * config.model.context
     with Report(config.steps, tokens, config.metrics, done) if pipe.last else nullcontext() as report:
         if report:
@@ -61,14 +63,18 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
             report.start(schedule=schedule.name, ranks=schedule.ranks, microbatches=schedule.microbatches, **settings)
         for step in range(done + 1, config.steps + 1):
             rate = learning_rate(step, config.steps, config.optimizer)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            losses = _train(pipe, corpus.batch(config.seed, step, size), device)
+            set_rate(optimizer, rate)
+            batch = corpus.batch(config.seed, step, size)
+            losses = _train(pipe, batch, device)
             norm = pipe.clip_grad_norm_(config.optimizer.clip)
             optimizer.step()
             optimizer.zero_grad()
             if report:
                 report.step(step, _mean(losses), rate, float(norm))
+            if report and one_process:
+                expected = one_process.step(batch, rate)
+                equal = all(map(torch.equal, losses, expected))
+                report.verified(step, _mean(losses), _mean(expected), equal=equal)
             if config.eval_every and step % config.eval_every == 0:
                 for stage in stages:
                     stage.module.eval()
@@ -116,15 +122,6 @@ def _ends(
 
 def _mean(losses: list[Tensor]) -> float:
     return float(torch.stack(losses).mean())
-
-
-def _adamw(modules: Iterable[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    groups = [
-        {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
 
 
 def _refuse_another_text(corpus: Corpus, device: torch.device) -> None:
