@@ -15,7 +15,7 @@ from pipeloom.passes import forward_only, lower
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import simulate
-from pipeloom.timeline import Timeline
+from pipeloom.timeline import Timeline, measured_costs
 from pipeloom.wiring import Wiring
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ __all__ = [
     "forward_only",
     "load",
     "lower",
+    "measured_costs",
     "reference",
     "save",
     "schedules",
