@@ -428,3 +428,12 @@ def test_what_nothing_initialises_is_refused() -> None:
         model = nn.Sequential(nn.Linear(2, 2), HasMore())
     with pytest.raises(SplitError, match=r"'1.temperature' is not initialised(.|\n)*'1.steps' is not initialised"):
         fill(model, seed=0)
+
+
+def test_a_hook_on_one_stage_is_not_on_others() -> None:
+    one, other = all_stages(Model(), {0: 0, 1: 0})
+    calls = []
+    one.module.register_forward_hook(lambda *_: calls.append(1))
+    hidden = one.module(torch.arange(4))
+    other.module(*hidden if isinstance(hidden, tuple) else (hidden,))
+    assert calls == [1]

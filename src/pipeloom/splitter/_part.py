@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import copy
 
 from torch import nn
 
@@ -19,7 +20,8 @@ def part_of(
         prefix: the dotted name of `model` within the whole, with a dot behind it.
     """
     part: nn.Module = object.__new__(type(model))
-    part.__dict__ = dict(model.__dict__)
+    # Whoever hooks into one part, as fully_shard does, must not be in the others.
+    part.__dict__ = {name: copy(value) if "_hooks" in name else value for name, value in model.__dict__.items()}
     for kind in ("_parameters", "_buffers"):
         kept = {
             name: tensor for name, tensor in getattr(model, kind).items() if tensor is None or prefix + name in tensors
