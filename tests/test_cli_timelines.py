@@ -100,6 +100,18 @@ def test_compare(pipeloom: Run, tmp_path: Path) -> None:
     assert [each["measured"] for each in json.loads(out)] == [True]
 
 
+def test_options_that_fit_nothing_given(pipeloom: Run, tmp_path: Path) -> None:
+    mine = tmp_path / "rows.txt"
+    mine.write_text("0F0,0B0\n1F0,1B0\n")
+    for args in ((str(mine), "--ranks", "3"), ("1F1B", *SIZES, "--copies", "2"), (str(mine), "--stages-per-rank", "2")):
+        assert pipeloom("compare", *args)[0] == 2
+    assert pipeloom("compare", str(mine), "gpipe", "--ranks", "3", "--microbatches", "2")[0] == 0
+    assert pipeloom("compare", "-", "-")[0] == 2
+    (tmp_path / "run.json").write_text(measured().to_json())
+    status, _, err = pipeloom("compare", str(tmp_path / "run.json"), "1F1B", *SIZES)
+    assert (status, "give --costs, in seconds too" in err) == (2, True)
+
+
 def test_schedules_of_one_model_take_the_same_work(pipeloom: Run) -> None:
     _, out, _ = pipeloom("compare", *pl.schedules.names(), "--ranks", "4", "--microbatches", "8", "--json")
     assert {round(sum(each["busy"]), 6) for each in json.loads(out)} == {4 * 8 * 3}

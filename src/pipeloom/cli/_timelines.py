@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pipeloom import schedules
 from pipeloom.cli._answer import UsageError
 from pipeloom.cli._source import read_schedule
 from pipeloom.costs import Costs
@@ -18,7 +19,7 @@ from pipeloom.timeline import Timeline
 _WHAT = "A schedule's name, a CSV file, - for the standard input, or a timeline in a .json file"
 
 TimelineSource = Annotated[str, typer.Argument(metavar="SCHEDULE", help=f"{_WHAT}.")]
-TimelineSources = Annotated[list[str], typer.Argument(metavar="SCHEDULE...", help=f"{_WHAT}; one or more.")]
+TimelineSources = Annotated[list[str], typer.Argument(metavar="SCHEDULE", help=f"{_WHAT}; one or more.")]
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE", help="What actions cost, in JSON; by default F = I = W = 1.")
 ]
@@ -40,7 +41,8 @@ def read_timelines(
     pieces: int = 1,
     skips: list[str] | None = None,
 ) -> list[Timeline]:
-    """The timelines that `sources` name or hold. The sizes go with the names among them, the wiring with CSV files.
+    """The timelines that `sources` name or hold. Where there are both, the sizes go with the names among them and
+    the wiring with the files.
 
     Without costs, one schedule has F = I = W = 1 for a stage. Several are priced as if all trained one model: they have
     F = I = W = 1, and an activation of 1, for a rank's share of it.
@@ -52,24 +54,37 @@ def read_timelines(
     if list(sources).count("-") > 1:
         raise UsageError("- can be given once: there is one standard input")
     priced = None if costs is None else Costs.from_json(costs)
+    schedules_given = [source for source in sources if not _is_timeline(source)]
+    names = {source for source in schedules_given if _is_name(source)}
+    mixed = 0 < len(names) < len({*schedules_given})
     found = []
     for source in sources:
-        if source.lower().endswith(".json"):
+        if _is_timeline(source):
             found.append(Timeline.from_json(Path(source)))
             continue
-        named = not source.lower().endswith(".csv") and source != "-"
+        sized, wired = not mixed or source in names, not mixed or source not in names
         schedule = read_schedule(
             source,
-            ranks=ranks if named else None,
-            microbatches=microbatches if named else None,
-            stages_per_rank=stages_per_rank if named else None,
-            copies=1 if named else copies,
-            pieces=1 if named else pieces,
-            skips=None if named else skips,
+            ranks=ranks if sized else None,
+            microbatches=microbatches if sized else None,
+            stages_per_rank=stages_per_rank if sized else None,
+            copies=copies if wired else 1,
+            pieces=pieces if wired else 1,
+            skips=skips if wired else None,
         )
         assumed = priced or (_of_one_model(schedule) if len(sources) > 1 else None)
         found.append(simulate(schedule.checked(), assumed, receives=receives))
+    if schedules_given and priced is None and any(timeline.measured for timeline in found):
+        raise UsageError("what was measured is in seconds: give --costs, in seconds too, for the schedules beside it")
     return found
+
+
+def _is_timeline(source: str) -> bool:
+    return source.lower().endswith(".json")
+
+
+def _is_name(source: str) -> bool:
+    return source.casefold() in map(str.casefold, schedules.names())
 
 
 def _of_one_model(schedule: Schedule) -> Costs:
