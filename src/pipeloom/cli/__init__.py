@@ -21,6 +21,7 @@ from pipeloom.cli._explain import explain
 from pipeloom.cli._list import list_schedules
 from pipeloom.cli._lower import lower
 from pipeloom.cli._parallelism import parallelism
+from pipeloom.cli._profile import profile
 from pipeloom.cli._selftest import selftest
 from pipeloom.cli._show import show
 from pipeloom.cli._simulate import simulate
@@ -44,6 +45,7 @@ app.command()(compare)
 app.command()(explain)
 app.command()(train)
 app.command()(parallelism)
+app.command()(profile)
 app.command()(selftest)
 
 
