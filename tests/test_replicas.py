@@ -364,3 +364,29 @@ def fail(wraps: list[Wrap]) -> None:
 
 def test_goes_on_where_all_replicas_failed_alike() -> None:
     launch(fail, 4, WRAPPERS, timeout=60.0)
+
+
+def tie(wraps: list[Wrap]) -> None:
+    """The head is the embedding: gradients of both, on two ranks, of both replicas, over several steps."""
+    for wrap in wraps:
+        side = Side("1F1B", 4, wrap)
+        side.pipe.tie("0:0.token.weight", "1:2.weight")
+        first, last = dict(side.whole[0].named_parameters()), dict(side.whole[1].named_parameters())
+        with torch.no_grad():
+            last["2.weight"].copy_(first["0.token.weight"])
+        for index in range(3):
+            x, y = text(11, seed=index)
+            side.step(x, y, reduce=index != 1)
+            side.reference(x, y)
+        gradients = first["0.token.weight"].grad, last["2.weight"].grad
+        assert gradients[0] is not None
+        assert gradients[1] is not None
+        first["0.token.weight"].grad = gradients[0] + gradients[1]
+        last["2.weight"].grad = gradients[0] + gradients[1]
+        side.same_parameters()
+        side.same_gradients()
+        side.pipe.close()
+
+
+def test_tied_weights() -> None:
+    launch(tie, 4, WRAPPERS, timeout=60.0)

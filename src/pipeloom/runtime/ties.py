@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import PipelineError
+from pipeloom.runtime.replicas import local
 
 
 @dataclass(slots=True)
@@ -78,9 +80,9 @@ class Ties:
             group = dist.new_group(members, use_local_synchronization=True)
         with torch.no_grad():
             if group:
-                dist.broadcast(own[0], group=group, group_src=holders.index(leader))
+                dist.broadcast(local(own[0]), group=group, group_src=holders.index(leader))
             for copy in own[1:]:
-                copy.copy_(own[0])
+                local(copy).copy_(local(own[0]))
         self._ties.append(_Tie(own, rank == leader, group))
         self.names.append(tuple(names))
 
@@ -119,7 +121,7 @@ class Ties:
                 continue
             total = own if own is not None else torch.zeros_like(tie.own[0])
             if tie.group:
-                dist.all_reduce(total, group=tie.group)
+                dist.all_reduce(local(total), group=tie.group)
             self._set(tie, total if tie.held is None else tie.held + total)
 
     def _set(self, tie: _Tie, gradient: Tensor | None) -> None:
@@ -138,7 +140,8 @@ def _find(modules: Mapping[int, nn.Module], name: str) -> list[nn.Parameter]:
 
 
 def _fingerprint(parameter: nn.Parameter) -> int:
-    return zlib.crc32(f"{tuple(parameter.shape)} {parameter.dtype}".encode())
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return zlib.crc32(f"{tuple(parameter.shape)} {parameter.dtype} {placements}".encode())
 
 
 def _refuse_misfits(names: Sequence[str], counts: Sequence[int], fingerprints: Sequence[int]) -> None:
@@ -149,7 +152,7 @@ def _refuse_misfits(names: Sequence[str], counts: Sequence[int], fingerprints: S
         if count > 1
     ]
     if not problems and len(set(fingerprints)) > 1:
-        problems.append(f"{', '.join(names)} differ in shape or dtype")
+        problems.append(f"{', '.join(names)} differ in shape, dtype or sharding")
     if len(set(names)) < 2:
         problems.append("a tie takes two names or more")
     if problems:
