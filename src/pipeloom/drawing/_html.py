@@ -21,7 +21,7 @@ from pipeloom.timeline import Timeline
 
 _KINDS = [kind.value for kind in Kind if kind is not Kind.OVERLAP_F_B] + ["optimizer"]
 _NUMBERS = {kind: at for at, kind in enumerate(_KINDS)}
-_SCRIPTS = ("data.js", "looks.js", "view.js", "paint.js", "words.js", "main.js")
+_SCRIPTS = ("data.js", "looks.js", "view.js", "marks.js", "paint.js", "words.js", "main.js")
 _TYPES = {"d": "f8", "i": "i4", "B": "u1"}
 
 

@@ -8,6 +8,7 @@ class Painter {
     Object.assign(this, { canvas, page, view, looks });
     this.context = canvas.getContext("2d");
     this.rows = [];
+    this.marks = new Marks(this);
     this.strip = document.createElement("canvas").getContext("2d");
     for (const timeline of page.timelines) this.paintLooks(timeline);
   }
@@ -83,9 +84,9 @@ class Painter {
     context.clip();
     const seen = this.rows.filter(({ y, size }) => this.y(y + size) > AXIS && this.y(y) < height);
     for (const row of seen) this.paintRow(row, theme);
-    if (this.view.show.critical) for (const timeline of this.page.timelines) this.paintCritical(timeline, theme);
-    if (this.hovered) this.paintChosen(this.hovered, theme, 1.5);
-    if (this.view.selected) this.paintChosen(this.view.selected, theme, 2.5);
+    if (this.view.show.critical) for (const timeline of this.page.timelines) this.marks.critical(timeline, theme);
+    if (this.hovered) this.marks.chosen(this.hovered, theme, 1.5);
+    if (this.view.selected) this.marks.chosen(this.view.selected, theme, 2.5);
     context.restore();
     this.paintNames(seen, theme);
     this.paintAxis(theme);
@@ -234,75 +235,6 @@ class Painter {
     const top = this.y(row.y) + (at ? row.row + 1 + (at - 1) * (LANE + 1) : 0), height = at ? LANE : row.row;
     const deep = height / timeline.places[event];
     return { left, right, top: top + timeline.place[event] * deep, height: deep };
-  }
-
-  outline({ left, right, top, height }, color, line) {
-    const from = Math.max(left, -10), until = Math.min(right, this.width + 10);
-    if (until < from) return;
-    this.context.strokeStyle = color;
-    this.context.lineWidth = line;
-    this.context.strokeRect(from, top, until - from, height);
-  }
-
-  // A line from the end of one event to the start of another.
-  connect(from, to, color) {
-    const { context } = this;
-    context.strokeStyle = color;
-    context.lineWidth = 1.5;
-    const x0 = from.right, x1 = Math.max(to.left, Math.min(to.right, x0)), bend = Math.max((x1 - x0) / 2, 8);
-    const y0 = from.top + from.height / 2, y1 = to.top + to.height / 2;
-    context.beginPath();
-    context.moveTo(x0, y0);
-    context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
-    context.stroke();
-  }
-
-  paintChosen({ timeline, event, idle }, theme, line) {
-    if (idle !== undefined) {
-      const { y, row } = timeline.rows[timeline.rankOfIdle(idle)];
-      const box = { left: this.x(timeline.idle_start[idle]), right: this.x(timeline.idle_end[idle]), top: this.y(y), height: row };
-      this.outline(box, theme.path, line);
-      if (line < 2) return;
-      for (const cause of timeline.why(idle).slice(0, 200)) {
-        const there = this.box(timeline, cause.event);
-        if (there) this.outline(there, theme.path, 2);
-      }
-      return;
-    }
-    const box = this.box(timeline, event);
-    if (!box) return;
-    for (const [others, towards] of [[timeline.inputsOf(event), true], [timeline.outputsOf(event), false]]) {
-      for (const other of others) {
-        const there = this.box(timeline, other);
-        if (!there) continue;
-        this.outline(there, theme.ink, 1.5);
-        this.connect(...(towards ? [there, box] : [box, there]), towards ? theme.path : theme.ink);
-      }
-    }
-    this.outline(box, theme.path, line);
-  }
-
-  paintCritical(timeline, theme) {
-    const { context } = this;
-    context.strokeStyle = theme.path;
-    context.lineWidth = 2;
-    context.beginPath();
-    let drawn = -Infinity, before = null;
-    for (const event of timeline.critical) {
-      if (timeline.end[event] < this.view.left || timeline.start[event] > this.view.right) {
-        before = null;
-        continue;
-      }
-      const box = this.box(timeline, event);
-      if (!box) continue;
-      const y = box.top + box.height - 2.5;
-      if (before === null) context.moveTo(box.left, y);
-      else if (box.right - drawn > 0.5 || y !== before) context.lineTo(box.left, y);
-      context.lineTo(box.right, y);
-      drawn = box.right;
-      before = y;
-    }
-    context.stroke();
   }
 
   paintNames(rows, theme) {
