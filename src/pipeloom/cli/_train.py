@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipeloom import schedules
-from pipeloom.cli._answer import UsageError, faults
+from pipeloom.cli._answer import INTERRUPTED, UsageError, faults
 from pipeloom.cli._source import read_schedule
 from pipeloom.errors import DataError, SizeError
 from pipeloom.schedule import Schedule
@@ -17,9 +17,6 @@ from pipeloom.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
 from pipeloom.trainer.text import read_text
 
 _DEFAULT = TrainConfig()
-
-INTERRUPTED = 130
-"""What a shell reports of a command that Ctrl-C has ended."""
 
 
 def train(
@@ -64,6 +61,13 @@ def train(
     verify: Annotated[
         bool, typer.Option("--verify", help="Train the whole model in one process beside it, and compare each step.")
     ] = _DEFAULT.verify,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write when each action of the last step ran: as .json, for draw and compare, or drawn: .html, .svg.",
+        ),
+    ] = _DEFAULT.trace,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIRECTORY", help="Save the run to this directory, in place of what it saved before."),
@@ -98,6 +102,7 @@ def train(
         metrics=metrics,
         seed=seed,
         verify=verify,
+        trace=trace,
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         resume=resume,
@@ -145,6 +150,10 @@ def _understood(
             open(config.metrics, "a").close()
         except OSError as error:
             mistakes.append(f"--json {config.metrics} cannot be written: {error.strerror}")
+    if config.trace is not None:
+        from pipeloom.trainer import traced
+
+        mistakes += traced.mistakes(config.trace)
     mistakes += config.mistakes(schedule.microbatches if schedule else None, None if text is None else len(text))
     if mistakes or schedule is None or text is None:
         raise UsageError("\n  ".join(["train is given what it cannot do:", *mistakes]))

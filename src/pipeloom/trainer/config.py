@@ -78,6 +78,8 @@ class TrainConfig:
     """What the initial weights and the order of the text are drawn from."""
     verify: bool = False
     """Whether the rank with the last stage trains the whole model beside the pipeline and compares losses."""
+    trace: Path | None = None
+    """The file that gets the timeline of the last step, in the format that its ending says."""
     checkpoint: Path | None = None
     """The directory that the run is saved to, each time in place of the time before; by default nowhere."""
     checkpoint_every: int = 20

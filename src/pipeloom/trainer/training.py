@@ -18,6 +18,7 @@ from pipeloom.errors import DataError
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Schedule
 from pipeloom.splitter import fill, split
+from pipeloom.trainer import traced
 from pipeloom.trainer.config import OptimizerConfig, TrainConfig
 from pipeloom.trainer.corpus import Corpus
 from pipeloom.trainer.gpt import GPT, loss_fn
@@ -59,13 +60,17 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
     with Report(config.steps, tokens, config.metrics, done) if pipe.last else nullcontext() as report:
         if report:
             settings = dataclasses.asdict(config) | {"data": str(config.data), "batch_size": size, "done": done}
-            settings["checkpoint"] = str(config.checkpoint)
+            settings |= {"checkpoint": str(config.checkpoint), "trace": str(config.trace)}
             report.start(schedule=schedule.name, ranks=schedule.ranks, microbatches=schedule.microbatches, **settings)
         for step in range(done + 1, config.steps + 1):
             rate = learning_rate(step, config.steps, config.optimizer)
             set_rate(optimizer, rate)
             batch = corpus.batch(config.seed, step, size)
             losses = _train(pipe, batch, device)
+            if config.trace and step == config.steps:
+                timeline = pipe.trace()
+                if timeline:
+                    traced.write(timeline, config.trace)
             norm = pipe.clip_grad_norm_(config.optimizer.clip)
             optimizer.step()
             optimizer.zero_grad()
