@@ -38,7 +38,7 @@ def parallelism(as_json: AsJson = False) -> None:
 
 def _row(outcome: Outcome, one_process: Outcome) -> str:
     if outcome.refusal:
-        return f"{_line([outcome.parallelism, outcome.schedule])}  refused: {outcome.refusal}"
+        return _line([outcome.parallelism, outcome.schedule, f"refused: {outcome.refusal}"])
     verdict = "" if outcome is one_process else "equal" if outcome.equals(one_process) else "DIFFERS"
     values = [f"{value:.5f}" for value in (*outcome.losses, outcome.evaluation)]
     return _line([outcome.parallelism, outcome.schedule, *values, verdict])

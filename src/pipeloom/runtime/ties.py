@@ -152,7 +152,7 @@ def _refuse_misfits(names: Sequence[str], counts: Sequence[int], fingerprints: S
         if count > 1
     ]
     if not problems and len(set(fingerprints)) > 1:
-        problems.append(f"{', '.join(names)} differ in shape, dtype or sharding")
+        problems.append(f"{', '.join(names)} differ in shape or dtype, or in how they are sharded")
     if len(set(names)) < 2:
         problems.append("a tie takes two names or more")
     if problems:
