@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import processes
 from pipeloom.errors import MessageError
 from pipeloom.runtime.transport import Transport, Tree, connect
 from pipeloom.runtime.transport._local import LocalTransport
+from pipeloom.runtime.transport._ring import RING
 from pipeloom.runtime.transport._tree import DTYPES, flat, pack, read
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {
@@ -276,6 +278,37 @@ def test_both_may_send_much_before_either_receives(kind: str, tmp_path: Path) ->
         for number in range(6):
             assert_same(transport.receive(1 - rank).wait(), [torch.full((2_000_000,), float(number)), number])
         transport.flush()
+
+    run_ranks(2, body, tmp_path, kind)
+
+
+def test_messages_may_be_larger_than_a_ring(tmp_path: Path) -> None:
+    def body(rank: int, transport: Transport) -> None:
+        numbers = torch.arange(RING // 4 + 1_000_000, dtype=torch.int32)
+        for number in range(2):
+            transport.send(1 - rank, [numbers + number, number])
+        for number in range(2):
+            value = transport.receive(1 - rank).wait()
+            assert isinstance(value, list)
+            assert value[1] == number
+            assert torch.equal(value[0], numbers + number)
+
+    run_ranks(2, body, tmp_path, "local")
+
+
+@pytest.mark.parametrize("kind", ["local", "tcp"])
+def test_messages_of_all_sizes_keep_their_order_however_ranks_dawdle(kind: str, tmp_path: Path) -> None:
+    def body(rank: int, transport: Transport) -> None:
+        chance = random.Random(5)  # the same on both ranks
+        dawdle = random.Random(rank)
+        for _ in range(40):
+            sizes = [chance.choice([0, 1, 60, 5_000, 40_000, 300_000]) for _ in range(chance.randint(1, 12))]
+            for number, size in enumerate(sizes):
+                transport.send(1 - rank, torch.full((size,), number, dtype=torch.int32))
+                if dawdle.random() < 0.05:
+                    time.sleep(0.002)
+            for number, size in enumerate(sizes):
+                assert_same(transport.receive(1 - rank).wait(), torch.full((size,), number, dtype=torch.int32))
 
     run_ranks(2, body, tmp_path, kind)
 
