@@ -20,7 +20,7 @@ from pipeloom.selftest.bench import Bench
 
 BY_NAME = {case.name: case for case in CASES}
 SCHEDULE = make("ZBVZeroBubble", ranks=2, microbatches=4)
-PART = ["plain", "frozen-first", "tied", "added-losses", "hooks", "views", "edges", "skips", "failed-step"]
+PART = ["plain", "frozen-first", "tied", "added-losses", "hooks", "views", "compiled", "edges", "skips", "failed-step"]
 REFUSED = [case.name for case in CASES if case.refused]
 
 
@@ -33,6 +33,13 @@ def test_a_part_of_the_matrix() -> None:
     assert kinds(outcomes) == dict.fromkeys(PART, "equal") | dict.fromkeys(REFUSED, "refused"), outcomes
     for outcome in outcomes:
         assert BY_NAME[outcome.case].refused in outcome.reason
+
+
+@pytest.mark.parametrize("name", ["DualPipe", "Chimera", "Seq1F1B"])
+def test_what_cannot_be_run_yet_is_refused(name: str) -> None:
+    (outcome,) = run(make(name, ranks=2, microbatches=4), [BY_NAME["plain"]])
+    assert outcome.kind == "refused"
+    assert "can be checked and priced, but not run yet" in outcome.reason
 
 
 def test_names_are_unique() -> None:
