@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import pipeloom as pl
 from models import Block, cross_entropy, gpt, text
-from pipeloom.errors import PeerFailed, PipelineError
+from pipeloom.errors import BatchError, PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
 
 SCHEDULES = ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -390,3 +390,46 @@ def tie(wraps: list[Wrap]) -> None:
 
 def test_tied_weights() -> None:
     launch(tie, 4, WRAPPERS, timeout=60.0)
+
+
+def lose_one() -> None:
+    """One replica refuses a batch that the other takes, and so waits for it in vain."""
+    side = Side("1F1B", 2, ddp)
+    x, y = text(10, seed=0)
+    progress = side.pipe._replicas._progress
+    if side.replica == 0:
+        with pytest.raises((BatchError, PeerFailed)):
+            side.step(x[:1], y[:1])
+    else:
+        progress.calls += 1  # as if it were waiting within a step
+        progress.failed = True
+    with pytest.raises((PipelineError, PeerFailed), match="start all ranks again, from a checkpoint"):
+        side.step(x, y)
+    side.pipe.close()
+
+
+def test_refuses_to_go_on_where_replicas_have_come_apart() -> None:
+    launch(lose_one, 4, timeout=60.0)
+
+
+def mix() -> None:
+    """Gradients in low precision are added up in high precision, whatever the backward."""
+    found = []
+    for name in ("1F1B", "ZB-H1"):
+
+        def wrap(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+            return module
+
+        side = Side(name, 8, wrap)
+        side.step(*text(32, seed=0))
+        found.append([full(own.grad) for _, own, _ in side.pairs() if own.grad is not None])
+        side.pipe.close()
+    for whole, split in zip(*found, strict=True):
+        assert whole.dtype == torch.float32
+        torch.testing.assert_close(whole, split)
+
+
+def test_mixed_precision() -> None:
+    launch(mix, 4, timeout=60.0)

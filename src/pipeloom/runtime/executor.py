@@ -284,6 +284,7 @@ class Run:
         if self._randomness:
             self._randomness.backward(self._step, microbatch)
         self._tapes.pop((stage, microbatch)).weights()
+        self.work.replicas.accumulate(stage)
 
     def drop_tape(self, stage: int, microbatch: int) -> None:
         """Let go of what the backward needed."""

@@ -268,12 +268,16 @@ class Pipeline:
             "schedule": self._digest,
             "batch_id": batch_id,
         }
-        with self._team.together(
-            agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
-        ) as batch:
-            batch.cut_keywords(given, self._handling)
-            self._refuse_unknown_keywords(batch.keywords)
-            yield batch
+        try:
+            with self._team.together(
+                agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
+            ) as batch:
+                batch.cut_keywords(given, self._handling)
+                self._refuse_unknown_keywords(batch.keywords)
+                yield batch
+        except BaseException:
+            self._replicas.fell_out()
+            raise
 
     def _where(self) -> tuple[Schedule, Action] | None:
         if self._run is None or self._run.cell is None:

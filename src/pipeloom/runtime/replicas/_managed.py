@@ -83,6 +83,16 @@ class Managed:
         for module in self._modules:
             module.reshard()
 
+    def accumulate(self) -> None:
+        """After a W: add gradients up in the type in which they are reduced, where it is not that of the weights.
+
+        After a whole backward FSDP does so itself.
+        """
+        for param in self._params():
+            if param.reduce_dtype is not None:
+                param.accumulate_unsharded_grad_if_needed()
+                param.to_accumulated_grad_if_needed()
+
     def reduce(self) -> None:
         """REDUCE_GRAD: the mean of the gradients over replicas is added to the sharded weights' own."""
         self._fill_in_unused()

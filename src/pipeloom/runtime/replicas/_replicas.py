@@ -93,7 +93,6 @@ class Replicas:
 
     def abort(self) -> None:
         """After a walk that failed: weights are sharded, and nothing is under way."""
-        self._progress.failed = True
         for copies in self._copies.values():
             copies.managed.abort()
 
@@ -102,8 +101,12 @@ class Replicas:
         for copies in self._copies.values():
             copies.managed.forget()
 
+    def fell_out(self) -> None:
+        """A step or an evaluation has failed, or was refused, on this rank."""
+        self._progress.failed = True
+
     def refuse_out_of_step(self) -> None:
-        """After a walk that failed, refuse another one unless all replicas of this rank have failed at the same place.
+        """After one that failed, refuse another one unless all replicas of this rank have failed at the same place.
 
         Raises:
             PipelineError: they have not.
@@ -116,6 +119,10 @@ class Replicas:
         """Whether a failed step lost gradients of earlier ones that nobody has cleared since."""
         return any(copies.managed.lost for copies in self._copies.values())
 
+    def accumulate(self, stage: int) -> None:
+        """After a W: FSDP adds gradients up in the type in which they are reduced."""
+        self._copies[stage].managed.accumulate()
+
     @property
     def unreduced(self) -> bool:
         """Whether gradients are held that are not reduced yet."""
@@ -127,6 +134,7 @@ class Replicas:
         """The sum of `value` over the replicas of this rank's stages; every replica calls this."""
         if not self._groups:
             return value
+        self._progress.calls += 1
         summed = torch.tensor(value, dtype=torch.float64, device=self._device)
         for group in self._groups:
             dist.all_reduce(summed, group=group)
