@@ -68,16 +68,17 @@ class _Measured:
     def times(self) -> dict[_Key, float]:
         """The mean of each cost that shows in this timeline."""
         fused, overlapping = self.fused()
-        sent = _gathered((self.timeline.inputs(event.number)[0], event.end - event.start) for event in self.sending)
         alone = [event for event in self.computing if event.number not in overlapping]
+        awaited = self.awaited(alone)
+        taking = _means(self.taking(alone, awaited))
+        latencies = _means(
+            (self.messages[event.number][1], raw - taking.get(self.key(event), 0.0)) for event, raw in awaited
+        )
         # of a kind and stage that only ran inside overlapping composites, their times there are better than none
         seen = {self.key(event) for event in alone}
         alone += [event for event in self.computing if self.key(event) not in seen]
+        sent = _gathered((self.timeline.inputs(event.number)[0], event.end - event.start) for event in self.sending)
         own = _means((self.key(event), event.end - event.start + sum(sent.get(event.number, ()))) for event in alone)
-        taking = _means(self.taking(alone))
-        latencies = _means(
-            (self.messages[event.number][1], raw - taking.get(self.key(event), 0.0)) for event, raw in self.awaited()
-        )
         shards = _means(
             ((event.action.kind.lower(), self.stage(event.action)), event.end - event.start)
             for event in self.events
@@ -119,21 +120,22 @@ class _Measured:
             found = max(found, (source.end, key))
         return found
 
-    def awaited(self) -> list[tuple[Event, float]]:
+    def awaited(self, events: Iterable[Event]) -> list[tuple[Event, float]]:
         """The actions that waited for a message, each with the time since it was sent."""
-        pairs = ((event, self.messages[event.number][0]) for event in self.computing)
-        return [(event, event.start - sent) for event, sent in pairs if sent > self.free(event)]
+        pairs = ((event, self.messages[event.number][0]) for event in events)
+        return [(event, event.start - sent) for event, sent in pairs if -float("inf") < sent >= self.free(event)]
 
-    def taking(self, events: Iterable[Event]) -> list[tuple[_Key, float]]:
+    def taking(self, events: Iterable[Event], awaited: Sequence[tuple[Event, float]]) -> list[tuple[_Key, float]]:
         """For actions that could start at once, how long they took to."""
-        raw = _means((self.messages[event.number][1], time) for event, time in self.awaited())
+        travels = _means((self.messages[event.number][1], time) for event, time in awaited)
+        usual = _means((name, time) for (name, _), time in travels.items())
         found = []
         for event in events:
             free = self.free(event)
             sent, latency = self.messages[event.number]
             inputs = [self.events[number] for number in self.timeline.inputs(event.number)]
-            there = max((each.end for each in inputs if each.stream == "shard"), default=free)
-            if max(sent + raw.get(latency, 0.0), there) <= free and free > -float("inf"):
+            gathered = max((each.end for each in inputs if each.stream == "shard"), default=free)
+            if -float("inf") < free >= max(sent + travels.get(latency, usual.get(latency[0], 0.0)), gathered):
                 found.append((self.key(event), event.start - free))
         return found
 
