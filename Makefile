@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test lint gallery clean
+.PHONY: demo test bench lint gallery clean
 
 # A small GPT learns English-like Python text on four ranks, one process each.
 demo: $(STAMP)
@@ -15,6 +15,12 @@ test: $(STAMP)
 	@status=0; for check in "ruff check" "ruff format --check" mypy pytest; do \
 		echo "== $$check"; $(VENV)/bin/$$check || status=1; \
 	done; exit $$status
+
+# Messages and steps beside torch's; each program has options of its own, and --json.
+bench: $(STAMP)
+	$(VENV)/bin/python benchmarks/messages.py
+	for ranks in 2 4; do $(VENV)/bin/python -W ignore benchmarks/steps.py --stages tiny --ranks $$ranks; done
+	$(VENV)/bin/python -W ignore benchmarks/steps.py --stages small --microbatches 32
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check --fix
