@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import csv
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +22,8 @@ from pipeloom import Action, Kind
 from pipeloom.errors import SizeError
 from pipeloom.placement import loop, wave
 from pipeloom.searcher._bounds import lower_bound
-from pipeloom.searcher._exact import available
+from pipeloom.searcher._exact import available, exact
+from pipeloom.searcher._greedy import greedy
 from pipeloom.searcher._known import known
 from pipeloom.searcher._task import Objective, Task
 
@@ -205,7 +213,9 @@ def test_progress_is_told_of_ever_better_schedules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "same"), [("50%", 2.0), ("16B", 2.0), (2, 2.0)], ids=["share of the ranks", "unit of costs", "shares"]
+    ("memory", "same"),
+    [("50%", 2.0), ("16B", 2.0), ("2", 2.0), (2, 2.0)],
+    ids=["share of the ranks", "unit of costs", "text", "shares"],
 )
 def test_memory_in_any_unit(memory: float | str, same: float) -> None:
     costs = pl.Costs(activation=2, weights=3, gradients=0.5, optimizer_state=0.5)
@@ -221,6 +231,8 @@ def test_memory_in_any_unit(memory: float | str, same: float) -> None:
         ({"memory": 0.5}, "no schedule fits into a memory of 0.5; the least that works is 1 rank share"),
         ({"memory": "10%"}, "no schedule fits into a memory of 10%; the least that works is 1 rank share"),
         ({"memory": "1B"}, "no schedule fits into a memory of 1B; .* which is 25% or 2B"),
+        ({"memory": float("nan")}, "memory must be a number of rank shares, .*, got nan"),
+        ({"memory": float("inf")}, "memory must be a number of rank shares, .*, got inf"),
         ({"memory": "much"}, 'memory must be a number of rank shares, or a text like "60%" or "16e9B", got \'much\''),
         ({"placement": "U"}, "placement must be linear, loop, V, wave or any, got 'U'"),
         ({"microbatches": 0}, "microbatches must be a whole number, 1 or more, got 0"),
@@ -229,6 +241,38 @@ def test_memory_in_any_unit(memory: float | str, same: float) -> None:
 def test_what_makes_no_sense_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(SizeError, match=message):
         pl.search(**{"ranks": 4, "microbatches": 4, **options})  # type: ignore[arg-type]
+
+
+@needs_solver
+def test_ctrl_c_reaches_the_solver() -> None:
+    costs = pl.Costs(
+        F=[31, 37, 41, 43, 47, 53, 59, 61], I=[37, 31, 43, 41, 53, 47, 61, 59], W=[17, 19, 23, 29, 13, 11, 7, 5]
+    )
+    task = Task(wave(4, 2), 12, costs, [5.0] * 4)
+    best = min(greedy(task, 4), key=task.value)
+
+    def interrupt() -> None:
+        while not any(frame.f_code.co_name == "result" for frame, _ in traceback.walk_stack(frames()[main])):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    main, frames = threading.get_ident(), sys._current_frames
+    threading.Thread(target=interrupt).start()
+    answer = exact(task, best, lower_bound(task), seconds=math.inf, work=None)
+    assert answer.interrupted
+    assert answer.bound <= task.value(best)
+
+
+def test_ctrl_c_gives_the_best_so_far() -> None:
+    seen: list[pl.Found] = []
+
+    def interrupt(found: pl.Found) -> None:
+        seen.append(found)
+        raise KeyboardInterrupt
+
+    found = pl.search(ranks=4, microbatches=8, placement="any", memory=2.5, seconds=math.inf, progress=interrupt)
+    assert found.schedule == seen[0].schedule
+    assert not found.proven
 
 
 PAPER: dict[tuple[str, float], tuple[float, float]] = {

@@ -22,6 +22,7 @@ from pipeloom.cli._list import list_schedules
 from pipeloom.cli._lower import lower
 from pipeloom.cli._parallelism import parallelism
 from pipeloom.cli._profile import profile
+from pipeloom.cli._search import search
 from pipeloom.cli._selftest import selftest
 from pipeloom.cli._show import show
 from pipeloom.cli._simulate import simulate
@@ -43,6 +44,7 @@ app.command()(simulate)
 app.command()(draw)
 app.command()(compare)
 app.command()(explain)
+app.command()(search)
 app.command()(train)
 app.command()(parallelism)
 app.command()(profile)

@@ -16,6 +16,8 @@ from pipeloom.problem import Problem
 
 FAULT = 1
 BAD_USAGE = 2
+INTERRUPTED = 130
+"""What a shell reports of a command that Ctrl-C has ended."""
 READER_LEFT = 141
 """What a shell reports of a command that wrote to a closed pipe."""
 

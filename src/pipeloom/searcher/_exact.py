@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -24,6 +25,8 @@ class Answer:
 
     rows: list[list[Action]] | None
     bound: float
+    interrupted: bool
+    """Whether Ctrl-C has ended it."""
 
 
 def available() -> bool:
@@ -50,12 +53,24 @@ def exact(task: Task, best: Schedule, bound: float, *, seconds: float, work: flo
         solver.parameters.num_workers = 1
         solver.parameters.max_deterministic_time = work
         solver.parameters.max_time_in_seconds = seconds
-    status = solver.solve(model.cp)
-    proven = solver.best_objective_bound / float(scale) if is_exact else 0.0
+    status, interrupted = _solved(solver, model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, bound)
+        return Answer(None, bound, interrupted)
+    proven = solver.best_objective_bound / float(scale) if is_exact else 0.0
     starts = {key: solver.value(start) for key, start in model.starts.items()}
-    return Answer(_rows(task, starts), max(bound, proven))
+    return Answer(_rows(task, starts), max(bound, proven), interrupted)
+
+
+def _solved(solver: Any, model: _Model) -> tuple[Any, bool]:
+    """The solver's status, and whether Ctrl-C has ended it, which reaches only a thread that does not solve."""
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(1, "solver") as pool:
+        running = pool.submit(solver.solve, model.cp)
+        try:
+            return running.result(), False
+        except KeyboardInterrupt:
+            solver.stop_search()
+            return running.result(), True
 
 
 def _scale(task: Task) -> tuple[Fraction, bool]:

@@ -103,18 +103,15 @@ def search(
         _task(found, ranks, microbatches, memory, costs or Costs(), objective, splits)
         for found in _placements(placement, ranks, stages_per_rank)
     ]
-    bests = []
-    for done, task in enumerate(tasks):
-        best = _Best(task, progress)
-        bests.append(best)
-        try:
+    bests = [_Best(task, progress) for task in tasks]
+    try:
+        for done, best in enumerate(bests):
             _improve(best, budget.part(len(tasks) - done), work)
-        except KeyboardInterrupt:
-            if best.schedule is None:
-                raise
-            break
+    except KeyboardInterrupt:
+        if not any(best.schedule for best in bests):
+            raise
     bound = min(best.bound for best in bests)
-    found = min((best.found() for best in bests), key=lambda each: getattr(each, objective))
+    found = min((best.found() for best in bests if best.schedule), key=lambda each: getattr(each, objective))
     value = found.makespan if objective == "makespan" else found.span
     return replace(found, bound=min(bound, value), proven=value <= bound * (1 + ROUNDING))
 
@@ -196,6 +193,8 @@ def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
         best.bound = max(best.bound, answer.bound)
         if answer.rows:
             best.offer(task.schedule(answer.rows, "exact"))
+        if answer.interrupted:
+            raise KeyboardInterrupt
 
 
 def _refill(best: _Best, budget: _Budget) -> None:
@@ -268,10 +267,11 @@ def _task(
         static[rank] += sum(table[what][stage] for what in ("weights", "gradients", "optimizer_state"))
     if memory is None:
         room = [microbatches * share for share in shares]
-    elif isinstance(memory, str) and not memory.endswith("%"):
+    elif isinstance(memory, str) and memory.endswith("B"):
         room = [_number(memory, "B") - held for held in static]
     else:
-        allowed = _number(memory, "%") / 100 * ranks if isinstance(memory, str) else memory
+        is_share = isinstance(memory, str) and memory.endswith("%")
+        allowed = _number(memory, "%") / 100 * ranks if is_share else _number(memory)
         room = [allowed * share for share in shares]
     if any(each < share * (1 - ROUNDING) for each, share in zip(room, shares, strict=True)):
         least = max(held + share for held, share in zip(static, shares, strict=True))
@@ -282,10 +282,13 @@ def _task(
     return Task(placement, microbatches, costs, room, objective, splits)
 
 
-def _number(memory: str, unit: str) -> float:
+def _number(memory: float | str, unit: str = "") -> float:
     try:
-        return float(memory.removesuffix(unit))
+        number = float(memory.removesuffix(unit) if isinstance(memory, str) else memory)
     except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise SizeError(
             f'search: memory must be a number of rank shares, or a text like "60%" or "16e9B", got {memory!r}'
-        ) from None
+        )
+    return number
