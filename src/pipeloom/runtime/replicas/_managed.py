@@ -36,11 +36,6 @@ class Managed:
     def __bool__(self) -> bool:
         return bool(self._modules)
 
-    @property
-    def shards(self) -> bool:
-        """Whether weights are sharded; `replicate` keeps them whole, but wants the same to be done."""
-        return bool(self._modules)
-
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The groups whose product are the replicas; those of the parameters that have the most."""
         return max((_process_groups(group) for group in self._groups()), key=_size, default=[])
