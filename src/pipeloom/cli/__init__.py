@@ -26,6 +26,7 @@ from pipeloom.cli._search import search
 from pipeloom.cli._selftest import selftest
 from pipeloom.cli._show import show
 from pipeloom.cli._simulate import simulate
+from pipeloom.cli._split import split
 from pipeloom.cli._train import train
 from pipeloom.errors import DrawingError, PipeloomError, SizeError
 
@@ -45,6 +46,7 @@ app.command()(draw)
 app.command()(compare)
 app.command()(explain)
 app.command()(search)
+app.command()(split)
 app.command()(train)
 app.command()(parallelism)
 app.command()(profile)
