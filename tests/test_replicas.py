@@ -433,3 +433,34 @@ def mix() -> None:
 
 def test_mixed_precision() -> None:
     launch(mix, 4, timeout=60.0)
+
+
+def shard_and_replicate() -> None:
+    """Sharded over one dimension of the mesh, replicated over another: four replicas with unequal shares."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "pp"))
+    schedule = pl.schedules.make("ZBVZeroBubble", ranks=2, microbatches=4)
+    whole, modules = gpt(schedule.stages), gpt(schedule.stages)
+    mine = schedule.stages_of(mesh.get_local_rank("pp"))
+    for index in mine:
+        fully_shard(modules[index], mesh=mesh["replicate", "shard"])
+    stages = [pl.Stage(modules[index], index) for index in mine]
+    pipe = pl.Pipeline(stages, schedule, loss_fn=cross_entropy, group=mesh.get_group("pp"))
+    replica = 2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")
+    for reduce in (False, True):
+        x, y = text(20, seed=0)
+        own = [each.tensor_split([5, 9, 15])[replica] for each in (x, y)]
+        pipe.step(*own[:1] if pipe.first else [], target=own[1] if pipe.last else None, reduce=reduce)
+        loss = cross_entropy(nn.Sequential(*whole)(x), y)
+        loss.backward()
+        torch.testing.assert_close(pipe.loss(), loss.detach())
+    for index, module in pipe.modules.items():
+        for sharded, other in zip(module.parameters(), whole[index].parameters(), strict=True):
+            assert sharded.grad is not None
+            torch.testing.assert_close(full(sharded.grad), other.grad)
+    every = [parameter for module in whole for parameter in module.parameters()]
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(every, 0.1))
+    pipe.close()
+
+
+def test_sharded_and_replicated() -> None:
+    launch(shard_and_replicate, 8, timeout=60.0)
