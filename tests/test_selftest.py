@@ -20,7 +20,20 @@ from pipeloom.selftest.bench import Bench
 
 BY_NAME = {case.name: case for case in CASES}
 SCHEDULE = make("ZBVZeroBubble", ranks=2, microbatches=4)
-PART = ["plain", "frozen-first", "tied", "added-losses", "hooks", "views", "compiled", "edges", "skips", "failed-step"]
+PART = [
+    "plain",
+    "frozen-first",
+    "tied",
+    "added-losses",
+    "hooks",
+    "views",
+    "compiled",
+    "dtypes",
+    "twice",
+    "edges",
+    "skips",
+    "failed-step",
+]
 REFUSED = [case.name for case in CASES if case.refused]
 
 

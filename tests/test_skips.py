@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH
+from pipeloom.errors import PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
 from test_pipeline import Side, square
 
@@ -63,6 +66,38 @@ def test_skip_edges(name: str, skips: tuple[tuple[int, int], ...]) -> None:
 
 def test_linear_schedules_skip_too() -> None:
     launch(train, 3, "1F1B", ((0, 2),))
+
+
+class ReLUs(nn.Module):
+    """Begins in place, as many a U-Net's block does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_()
+
+
+def shared(between: bool) -> None:
+    """The first stage hands its output on and sets the same tensor aside."""
+    schedule = pl.Schedule.from_rows(
+        pl.schedules.make("Interleaved1F1B", ranks=2, microbatches=2).rows, wiring=pl.Wiring(4, skips=((0, 3),))
+    )
+    modules = [Down(), nn.Identity() if between else ReLUs(), ReLUs(), Up()]
+    own = [pl.Stage(modules[stage], stage) for stage in schedule.stages_of(dist.get_rank())]
+    pipe = pl.Pipeline(own, schedule, loss_fn=square)
+    x = torch.ones(4, WIDTH)
+
+    def run(call: Callable[..., Tensor | None]) -> None:
+        call(*([x] if pipe.first else []), target=x if pipe.last else None)
+        pipe.loss()
+
+    for call in (pipe.step, pipe.eval):
+        with pytest.raises((PipelineError, PeerFailed), match=r"in place, and an earlier stage has handed on the same"):
+            run(call)
+    pipe.close()
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_changes_in_place_to_what_was_set_aside_are_refused(between: bool) -> None:
+    launch(shared, 2, between)
 
 
 def test_a_stage_that_feeds_a_skip_edge_returns_its_value() -> None:

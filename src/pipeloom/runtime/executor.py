@@ -23,6 +23,7 @@ from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.overlap import Part
 from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.replicas import Replicas
+from pipeloom.runtime.sharing import marked, refuse_changes, share_memory, unmarked, versions
 from pipeloom.runtime.split_backward import Gradients
 from pipeloom.runtime.tape import Tape
 from pipeloom.runtime.times import Times
@@ -172,10 +173,12 @@ class Run:
         else:
             taken: list[Any] = []
             for source in self._wiring.sources(stage):
-                value = self._take((source, stage, microbatch))
+                value, shared = unmarked(self._take((source, stage, microbatch)))
                 if self.train:
                     value = map_tensors(tape.enter, value)
                     tape.taken.append(len(tape.leaves))
+                if shared:
+                    tape.watched += versions(value)
                 on_chain = source == stage - 1
                 taken += value if on_chain and isinstance(value, tuple) else [value]
             arguments = tuple(taken)
@@ -201,12 +204,17 @@ class Run:
     def end_forward(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None:
         """Take the stage's output: on to the next stages or, at the end of the chain, into the loss."""
         self.microbatch = None
+        watched, tape.watched = tape.watched, []
+        refuse_changes(stage, watched)
         if self._wiring.last(stage):
             self._finish(stage, microbatch, tape, output)
         else:
             chain, skip = self._outward(stage, output)
-            for target in self._wiring.targets(stage):
-                self._values[stage, target, microbatch] = map_tensors(_cut, chain if target == stage + 1 else skip)
+            targets = self._wiring.targets(stage)
+            values = [map_tensors(_cut, chain if target == stage + 1 else skip) for target in targets]
+            shared = share_memory(values, watched)
+            for target, value in zip(targets, values, strict=True):
+                self._values[stage, target, microbatch] = marked(value) if shared else value
             if self.train:
                 skipping = [tensor for tensor in tensors(skip) if tensor.requires_grad]
                 tape.roots = skipping + [tensor for tensor in tensors(chain) if tensor.requires_grad]

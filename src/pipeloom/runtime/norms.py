@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -38,15 +39,17 @@ def clip_grad_norm_(
         parameters[stage] = [parameter for parameter in module.parameters() if id(parameter) not in passed]
         passed.update(map(id, parameters[stage]))
     device = next((each.device for own in parameters.values() for each in own), torch.device("cpu"))
-    counts = torch.zeros(stages, dtype=torch.int64, device=device)
+    counts = torch.zeros(stages + 1, dtype=torch.int64, device=device)
     for stage, own in parameters.items():
         counts[stage] = len(own)
+        counts[-1] += sum(each.dtype in (torch.float64, torch.complex128) for each in own)
     if group:
         dist.all_reduce(counts, group=group)
-    starts = [0, *counts.cumsum(0).tolist()]
-    each = torch.zeros(starts[-1], dtype=torch.float32, device=device)
+    *lengths, double = counts.tolist()
+    starts = [0, *accumulate(lengths)]
+    each = torch.zeros(starts[-1], dtype=torch.float64 if double else torch.float32, device=device)
     for stage, own in parameters.items():
-        each[starts[stage] : starts[stage + 1]] = _norms(own, device)
+        each[starts[stage] : starts[stage + 1]] = _norms(own, each)
     if group:
         dist.all_reduce(each, group=group)
     total: Tensor = torch.linalg.vector_norm(each[each != _ABSENT])
@@ -57,9 +60,9 @@ def clip_grad_norm_(
     return total
 
 
-def _norms(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+def _norms(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
     """The norm of each parameter's gradient: of the whole, where a mesh of ranks holds it in parts."""
-    found = torch.full((len(parameters),), _ABSENT, dtype=torch.float32, device=device)
+    found = like.new_full((len(parameters),), _ABSENT)
     spread: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
@@ -68,7 +71,8 @@ def _norms(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
             parameter.grad = gradient = _without_partial_sums(parameter.grad)
             if groups := _holders(gradient):
                 spread.setdefault(groups, []).append(index)
-        found[index] = torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float32)
+        own = local(parameter.grad)
+        found[index] = torch.linalg.vector_norm(own, dtype=torch.float32 if own.dtype.itemsize < 4 else None)
     for groups, indices in spread.items():
         squares = found[indices].square()
         for group in groups:

@@ -42,7 +42,7 @@ class Tape:
     The whole backward (B) is `whole`; the split one is `inputs` (I), then `weights` (W).
     """
 
-    __slots__ = ("_entries", "_notes", "_split", "added", "leaves", "roots", "taken")
+    __slots__ = ("_entries", "_notes", "_split", "added", "leaves", "roots", "taken", "watched")
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
@@ -53,6 +53,8 @@ class Tape:
         """Where the backward starts: the outputs that want a gradient, or the weighted loss."""
         self.added = 0
         """How many of `roots`, the last ones, are losses that were added beside the outputs."""
+        self.watched: list[tuple[Tensor, int]] = []
+        """Inputs that the forward must not change in place, and their versions before it."""
         self._entries: list[Node] = []
         self._split: SplitBackward | None = None
         self._notes: dict[str, Any] | None = None

@@ -96,7 +96,13 @@ CASES = (
         trains(each(models.Block), around=lambda: torch.autocast("cpu", torch.bfloat16)),
         "mixed precision",
     ),
+    Case("dtypes", trains(each(models.Precise)), "weights in double precision, and complex ones"),
     Case("compiled", compiled, "stages behind torch.compile", equal="within rounding"),
+    Case(
+        "twice",
+        trains(each(lambda stage: models.Twice(stage, in_place=False)), loss_fn=models.first_of_two),
+        "one tensor handed on twice",
+    ),
     Case("edges", trains(models.trees), "dicts, None, text, bf16, complex and empty tensors between stages"),
     Case("skips", skips, "values that skip stages"),
     Case("keywords", keywords, "keyword arguments: split, replicated, ready"),
@@ -114,6 +120,12 @@ CASES = (
     Case("another-call", another_call, "one rank evaluates, the others step", refused="call is"),
     Case("plain-scaler", plain_scaler, "a gradient scaler of one rank", refused="ShardedGradScaler"),
     Case("odd-edge", odd_edge, "a value that cannot cross an edge", refused="stages exchange"),
+    Case(
+        "shared-memory",
+        trains(each(lambda stage: models.Twice(stage, in_place=True)), loss_fn=models.first_of_two),
+        "one tensor handed on twice, and changed in place",
+        refused="handed on the same memory twice",
+    ),
     Case("missing-backward", missing_backward, "rows that lack a backward", refused="missing]"),
     Case("swapped-receives", swapped_receives, "two receives in the wrong order", refused="[receive-"),
 )

@@ -180,6 +180,32 @@ class Checkpointed(Counting):
         return result
 
 
+class Precise(nn.Module):
+    """Weights in double precision, complex ones, and plain ones in between."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        kind = (torch.float64, torch.float32, torch.complex64)[stage % 3]
+        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).abs().float()
+
+
+class Twice(nn.Module):
+    """Hands on its output twice, and changes what it is given in place if told so."""
+
+    def __init__(self, stage: int, in_place: bool) -> None:
+        super().__init__()
+        self.changes = in_place and stage > 0
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *again: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.mul_(2) if self.changes else x
+        x = torch.tanh(self.linear(x + again[0] if again else x))
+        return x, x
+
+
 class Hooked(Counting):
     """Has hooks on its input, on what a layer puts out and on a weight, counts them, and keeps what they see."""
 
