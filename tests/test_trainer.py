@@ -196,7 +196,7 @@ def test_torchrun_must_start_as_many_ranks_as_the_schedule_has() -> None:
         ),
         (
             TrainConfig(model=ModelConfig(layers=0, heads=0)),
-            ["--layers 0 must be 1 or more", "--heads 0 must be 1 or more"],
+            ["--layers 0 must be 1 to 10,000", "--heads 0 must be 1 to 128"],
         ),
         (
             TrainConfig(optimizer=OptimizerConfig(learning_rate=0, warmup=-1)),

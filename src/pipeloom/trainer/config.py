@@ -24,10 +24,10 @@ class ModelConfig:
 
     def mistakes(self) -> Iterator[str]:
         """What is wrong with these sizes, one message a mistake."""
-        yield from _below("--layers", self.layers, 1)
-        yield from _below("--context", self.context, 1)
-        yield from _below("--d-model", self.d_model, 1)
-        yield from _below("--heads", self.heads, 1)
+        yield from _outside("--layers", self.layers, 10_000)
+        yield from _outside("--context", self.context, 1_000_000)
+        yield from _outside("--d-model", self.d_model, 100_000)
+        yield from _outside("--heads", self.heads, self.d_model)
         if self.heads > 0 and self.d_model > 0:
             yield from _no_multiple("--d-model", self.d_model, "--heads", self.heads)
 
@@ -131,6 +131,11 @@ class TrainConfig:
 def _below(option: str, value: float, least: int) -> Iterator[str]:
     if not value >= least:
         yield f"{option} {value} must be {least} or more"
+
+
+def _outside(option: str, value: int, most: int) -> Iterator[str]:
+    if not 1 <= value <= max(most, 1):
+        yield f"{option} {value} must be 1 to {max(most, 1):,}"
 
 
 def _no_multiple(option: str, value: int, of: str, unit: int) -> Iterator[str]:
