@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeloom as pl
@@ -55,6 +55,7 @@ def test_brute_force_without_a_limit(data: st.DataObject) -> None:
     assert longest(layers, starts) == min(longest(layers, each) for each in every_way(len(layers), stages))
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_brute_force_within_a_memory(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["1F1B", "ZBVZeroBubble", "Interleaved1F1B", "V-Half", "DualPipeV", "GPipe"]))

@@ -65,6 +65,18 @@ def test_list_in_json(pipeloom: Run) -> None:
     assert {entry["placement"] for entry in entries} >= {"linear", "loop", "V"}
 
 
+def test_list_as_a_table(pipeloom: Run) -> None:
+    result = pipeloom("list", "--table", "--ranks", "3", "--microbatches", "4")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines()]
+    assert (result.returncode, result.stderr) == (0, "")
+    assert {len(row) for row in rows} == {8}
+    assert rows[0][0] == "schedule"
+    found = {row[0]: row[3:6] for row in rows[2:]}
+    assert tuple(found) == schedules.names()
+    assert found["GPipe"] == ["33.3%", "33.3%", "4"]
+    assert found["DualPipe"] == ["", "", ""]
+
+
 def test_show_draws_time_from_left_to_right(pipeloom: Run) -> None:
     result = pipeloom("show", "1f1b", "--ranks", "2", "--microbatches", "2")
     assert (result.returncode, result.stderr) == (0, "")
@@ -238,6 +250,9 @@ def test_wiring_of_a_file(pipeloom: Run) -> None:
         (["lower", "GOOD", "--output", "/no/such/folder/x.csv"], "No such file or directory"),
         (["lower", "GOOD", "--output", "/"], "directory"),
         (["list", "1F1B"], "unexpected extra argument"),
+        (["list", "--table"], "--table needs --ranks and --microbatches"),
+        (["list", "--ranks", "4"], "they need --table"),
+        (["list", "--table", "--ranks", "4", "--microbatches", "4", "--json"], "leave out --json"),
     ],
 )
 def test_bad_usage(pipeloom: Run, args: list[str], words: str, good: str) -> None:

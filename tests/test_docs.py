@@ -48,6 +48,12 @@ def test_what_the_pictures_page_shows(command: str, tmp_path: Path) -> None:
     assert pipeloom(command, tmp_path) == transcript((ROOT / "docs" / "pictures.md").read_text(), command)
 
 
+def test_the_table_of_the_schedules_page(tmp_path: Path) -> None:
+    table = pipeloom("list --table --ranks 8 --microbatches 32", tmp_path)
+    assert table.count("\n") == 1 + len(pl.schedules.names())
+    assert f"\n{table}\n" in (ROOT / "docs" / "schedules.md").read_text()
+
+
 def test_readme(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     command = "show 1F1B --ranks 4 --microbatches 4"

@@ -72,7 +72,7 @@ def read_timelines(
             pieces=pieces if wired else 1,
             skips=skips if wired else None,
         )
-        assumed = priced or (_of_one_model(schedule) if len(sources) > 1 else None)
+        assumed = priced or (of_one_model(schedule) if len(sources) > 1 else None)
         found.append(simulate(schedule.checked(), assumed, receives=receives))
     if schedules_given and priced is None and any(timeline.measured for timeline in found):
         raise UsageError("what was measured is in seconds: give --costs, in seconds too, for the schedules beside it")
@@ -87,6 +87,7 @@ def _is_name(source: str) -> bool:
     return source.casefold() in map(str.casefold, schedules.names())
 
 
-def _of_one_model(schedule: Schedule) -> Costs:
+def of_one_model(schedule: Schedule) -> Costs:
+    """F = I = W = 1, and an activation of 1, for a rank's share of the model."""
     share = schedule.ranks / (schedule.wiring.stages * schedule.wiring.pieces)
     return Costs(F=share, I=share, W=share, activation=share)

@@ -46,6 +46,9 @@ class Recipe:
     options: tuple[str, ...] = ()
     """What else can be chosen: group, memory, pieces."""
     description: str
+    constraint: str = ""
+    """What its rule asks of p ranks and m microbatches, or it of a model; empty: nothing. Where it is microbatches that
+    are missing, those that are too many are deleted from more."""
     source: str
     """Where the schedule comes from."""
 

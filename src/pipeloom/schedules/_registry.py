@@ -57,6 +57,7 @@ RECIPES = (
         least_stages_per_rank=2,
         options=("group",),
         description="1F1B with several stages a rank: a smaller bubble for more messages",
+        constraint="groups of p microbatches or more",
         source="Narayanan et al., Megatron-LM, 2021 (arXiv:2104.04473)",
     ),
     Recipe(
@@ -75,6 +76,7 @@ RECIPES = (
         placement="loop",
         splits_backward=True,
         description="Interleaved1F1B with weight gradients moved into the bubbles; one stage a rank is ZB-H1",
+        constraint="groups of p microbatches or more",
         source="Qi et al., Zero Bubble Pipeline Parallelism, 2024 (arXiv:2401.10241); PyTorch",
     ),
     Recipe(
@@ -86,6 +88,7 @@ RECIPES = (
         least_stages_per_rank=2,
         most_stages_per_rank=2,
         description="two stages a rank in a V: no bubble while F, I and W take the same time",
+        constraint="m >= 2p - 1",
         source="Qi et al., Zero Bubble Pipeline Parallelism, 2024 (arXiv:2401.10241)",
     ),
     Recipe(
@@ -97,6 +100,7 @@ RECIPES = (
         least_stages_per_rank=2,
         most_stages_per_rank=2,
         description="two stages a rank in a V, forwards and backwards overlapped in pairs",
+        constraint="m >= 2p",
         source="DeepSeek-AI, DualPipe, 2025 (arXiv:2412.19437); Qi et al., the cut in half",
     ),
     Recipe(
@@ -115,6 +119,7 @@ RECIPES = (
         splits_backward=True,
         most_stages_per_rank=1,
         description="ZB-H1 with twice the warm-up and memory: no bubble between a rank's first and last action",
+        constraint="m >= 2p - 1, or ZB-H1 is better",
         source="Qi et al., Zero Bubble Pipeline Parallelism, 2024 (arXiv:2401.10241)",
     ),
     Recipe(
@@ -135,6 +140,7 @@ RECIPES = (
         least_stages_per_rank=2,
         most_stages_per_rank=2,
         description="two stages a rank in a V with a third of 1F1B's memory; needs fast messages",
+        constraint="messages that take next to no time",
         source="Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv:2405.15362)",
     ),
     Recipe(
@@ -147,6 +153,7 @@ RECIPES = (
         most_stages_per_rank=2,
         options=("memory",),
         description="two stages a rank in a V under any limit on activations, from V-Min's to ZB-V's",
+        constraint="room for (p + 4) // 3 rank shares",
         source="after Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv:2405.15362)",
     ),
     Recipe(
@@ -167,6 +174,7 @@ RECIPES = (
         splits_backward=True,
         options=("group",),
         description="group-interleaved 1F1B: several stages a rank; smaller groups of microbatches hold less",
+        constraint="groups of p // 2 microbatches or more",
         source="Wan et al., PipeOffload, 2025 (arXiv:2503.01328); their code",
     ),
     Recipe(
@@ -178,6 +186,7 @@ RECIPES = (
         splits_backward=False,
         options=("group",),
         description="Interleaved1F1B with forwards and backwards overlapped in pairs of different microbatches",
+        constraint="groups of p microbatches or more",
         source="NVIDIA, Megatron-LM, overlap of expert-parallel communication, 2025",
     ),
     Recipe(
@@ -199,6 +208,7 @@ RECIPES = (
         most_stages_per_rank=1,
         options=("pieces",),
         description="1F1B over pieces of sequences: a smaller bubble and less memory",
+        constraint="a causal model that keeps keys and values",
         source="Sun et al., Seq1F1B, 2024 (arXiv:2406.03488)",
     ),
     Recipe(
@@ -212,6 +222,7 @@ RECIPES = (
         least_stages_per_rank=2,
         most_stages_per_rank=2,
         description="two copies of the model that run against each other and fill each other's bubbles",
+        constraint="p even, p divides m",
         source="Li and Hoefler, Chimera, 2021 (arXiv:2107.06925)",
     ),
     Recipe(
@@ -225,6 +236,7 @@ RECIPES = (
         least_stages_per_rank=2,
         most_stages_per_rank=2,
         description="two copies of the model that run against each other, overlapped in pairs",
+        constraint="p even, m even, m >= 2p",
         source="DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437)",
     ),
 )
