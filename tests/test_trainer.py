@@ -230,6 +230,33 @@ def test_batches_follow_from_seed_and_step() -> None:
     assert not torch.equal(corpus.batch(2, 2, 50)[0], inputs)
 
 
+def test_searches_for_a_schedule_and_trains_under_it(text: Path, tmp_path: Path) -> None:
+    options: list[str | Path] = ["--data", text, "--ranks", "2", "--steps", "2", "--eval-every", "0", "--json"]
+    searched = run("--schedule", "search", "--memory", "1.5", *options, tmp_path / "searched")
+    assert searched.returncode == 0, searched.stderr
+    for word in ("5 steps of ZBVZeroBubble were measured", "makespan", "best possible", "instead of ZBVZeroBubble"):
+        assert word in searched.stderr
+    by_name = run("--schedule", "GPipe", *options, tmp_path / "by name")
+    assert by_name.returncode == 0, by_name.stderr
+    first, second = lines(tmp_path / "searched"), lines(tmp_path / "by name")
+    assert first[0]["schedule"] == "found"
+    assert [line["loss"] for line in first[1:]] == pytest.approx([line["loss"] for line in second[1:]], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--schedule", "search", "--memory", "0.5"), "the least that works is 1 rank share"),
+        (("--schedule", "search", "--memory", "16e9B"), "how big activations are is not measured"),
+        (("--schedule", "GPipe", "--memory", "2"), "--memory goes with --schedule search"),
+    ],
+)
+def test_refuses_a_memory_that_cannot_be(options: tuple[str, ...], words: str) -> None:
+    refused = run(*options)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert words in refused.stderr
+
+
 def test_held_out_text_is_never_trained_on() -> None:
     corpus = Corpus(bytes(range(200)), 8)
     batches = [corpus.held_out(number, 3, 2) for number in range(3)]

@@ -63,7 +63,7 @@ def search(
         _refuse_unwritable(output)
     priced = Costs() if costs is None else Costs.from_json(costs)
     try:
-        with _progress(None if work is not None else seconds) as progress:
+        with progress_of(None if work is not None else seconds) as progress:
             found = find(
                 ranks=ranks,
                 microbatches=microbatches,
@@ -91,14 +91,14 @@ def search(
         answer(text.removesuffix("\n"))
 
 
-def summary(found: Found, costs: Costs) -> str:
-    """What was found and how good it is, in three lines."""
+def summary(found: Found, costs: Costs, write: Callable[[float], str] = number) -> str:
+    """What was found and how good it is, in four lines; `write` says how a time is written."""
     timeline = simulate(found.schedule, costs)
     return (
-        f"makespan  {number(found.makespan)}, of which ranks are idle {timeline.bubble:.1%} (bubble)\n"
-        f"span      {number(found.span)}, of which ranks are idle {timeline.span_bubble:.1%} (span bubble)\n"
+        f"makespan  {write(found.makespan)}, of which ranks are idle {timeline.bubble:.1%} (bubble)\n"
+        f"span      {write(found.span)}, of which ranks are idle {timeline.span_bubble:.1%} (span bubble)\n"
         f"memory    {between(_shares(found))} rank shares of activations at most\n"
-        f"found by  {found.how}; {_quality(found)}"
+        f"found by  {found.how}; {_quality(found, write)}"
     )
 
 
@@ -121,10 +121,10 @@ def _shares(found: Found) -> list[float]:
     return [peak / len(schedule.stages_of(rank)) for rank, peak in enumerate(peaks)]
 
 
-def _quality(found: Found) -> str:
+def _quality(found: Found, write: Callable[[float], str] = number) -> str:
     if found.proven:
         return f"no {found.objective} is smaller"
-    return f"at most {found.gap:.1%} above the best possible: no {found.objective} is below {number(found.bound)}"
+    return f"at most {found.gap:.1%} above the best possible: no {found.objective} is below {write(found.bound)}"
 
 
 def _refuse_unwritable(path: Path) -> None:
@@ -138,7 +138,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 @contextmanager
-def _progress(seconds: float | None) -> Iterator[Callable[[Found], None]]:
+def progress_of(seconds: float | None) -> Iterator[Callable[[Found], None]]:
     """Something to be told of each better schedule, which shows it on the standard error."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

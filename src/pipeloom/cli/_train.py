@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,18 +12,27 @@ import typer
 
 from pipeloom import schedules
 from pipeloom.cli._answer import INTERRUPTED, UsageError, faults
+from pipeloom.cli._search import progress_of, summary
 from pipeloom.cli._source import read_schedule
 from pipeloom.errors import DataError, SizeError
 from pipeloom.schedule import Schedule
+from pipeloom.simulator import simulate
 from pipeloom.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
 from pipeloom.trainer.text import read_text
 
 _DEFAULT = TrainConfig()
 
+_SECONDS = 20
+"""How long `--schedule search` searches."""
+
 
 def train(
     schedule: Annotated[
-        str, typer.Option(help="A schedule's name, a CSV file, or - for the standard input.")
+        str,
+        typer.Option(
+            help="A schedule's name, a CSV file, or - for the standard input; or search: the best that is found in "
+            f"{_SECONDS} seconds, at what a few steps of the model cost here."
+        ),
     ] = "DualPipeV",
     ranks: Annotated[int | None, typer.Option(help="How many ranks; by default 4 with a name.")] = None,
     microbatches: Annotated[
@@ -29,6 +40,13 @@ def train(
     ] = None,
     stages_per_rank: Annotated[
         int | None, typer.Option(help="How many stages a rank holds, where the named schedule leaves a choice.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="With --schedule search, the most activations that a rank may hold: in rank shares (1 is one "
+            "microbatch of all its stages) as 4.8, or as 60% of as many shares as there are ranks."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="How many steps to train.")] = _DEFAULT.steps,
     batch_size: Annotated[
@@ -109,24 +127,35 @@ def train(
         max_restarts=max_restarts,
     )
     try:
-        _run(config, *_understood(config, schedule, ranks, microbatches, stages_per_rank))
+        rows, text = _understood(config, schedule, ranks, microbatches, stages_per_rank, memory)
+        _run(config, _found(config, rows, memory) if _is_search(schedule) else rows, text)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
 
 def _understood(
-    config: TrainConfig, source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None
+    config: TrainConfig,
+    source: str,
+    ranks: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    memory: str | None,
 ) -> tuple[Schedule, bytes]:
-    """The schedule and the text.
+    """The schedule and the text. Where a schedule is to be searched for, it is one of the same sizes to be measured.
 
     Raises:
         UsageError: with every mistake that is in them and in `config`.
     """
     started = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    mistakes: list[str] = []
+    if _is_search(source):
+        source = "ZB-H1" if stages_per_rank == 1 else "ZBVZeroBubble"
+        mistakes += _no_search(ranks or 4, memory, is_started=started is not None)
+    elif memory is not None:
+        mistakes.append("--memory goes with --schedule search")
     if source.casefold() in map(str.casefold, schedules.names()):
         ranks = ranks if ranks is not None else started or 4
         microbatches = microbatches if microbatches is not None else 2 * ranks
-    mistakes = []
     schedule = text = None
     try:
         with faults(as_json=False):
@@ -160,10 +189,69 @@ def _understood(
     return schedule, text
 
 
+def _is_search(source: str) -> bool:
+    return source.casefold() == "search"
+
+
+def _no_search(ranks: int, memory: str | None, *, is_started: bool) -> Iterator[str]:
+    """Why no schedule can be searched for, one message a mistake."""
+    from pipeloom.searcher import search
+
+    if is_started:
+        yield (
+            "--schedule search measures on ranks that it starts itself: before torchrun, run pipeloom profile -o "
+            "costs.json and pipeloom search --costs costs.json -o best.csv, and give --schedule best.csv"
+        )
+    if memory is not None and memory.endswith("B"):
+        yield f"--memory {memory}: how big activations are is not measured; give rank shares, as 4.8, or as 60%"
+        return
+    try:
+        search(ranks=max(ranks, 1), microbatches=1, memory=memory, seconds=0)
+    except SizeError as error:
+        yield f"--memory: {error}"
+
+
+def _found(config: TrainConfig, measured: Schedule, memory: str | None) -> Schedule:
+    """The best schedule of these sizes and this placement that is found; says what it is, and why."""
+    from pipeloom.searcher import search
+    from pipeloom.trainer.searched import STEPS, costs_here
+
+    costs = costs_here(config, measured, _backend(measured))
+    with progress_of(_SECONDS) as progress:
+        found = search(
+            ranks=measured.ranks,
+            microbatches=measured.microbatches,
+            placement=measured.placement,
+            memory=memory,
+            costs=costs,
+            seconds=_SECONDS,
+            progress=progress,
+        )
+    before = simulate(measured, costs)
+    print(
+        f"{STEPS} steps of {measured.name} were measured, and the best schedule searched for at their costs:\n"
+        f"{summary(found, costs, _milliseconds)}\n"
+        f"instead of {measured.name}: makespan {_milliseconds(before.makespan)}, memory up to "
+        f"{max(before.peak_activations) * measured.ranks / measured.stages:g} rank shares",
+        file=sys.stderr,
+        flush=True,
+    )
+    return found.schedule
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def _backend(schedule: Schedule) -> str:
+    from torch import cuda
+
+    return "nccl" if cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", schedule.ranks)) else "gloo"
+
+
 def _run(config: TrainConfig, schedule: Schedule, text: bytes) -> None:
     import torch.distributed as dist
     from rich.console import Console
-    from torch import cuda
 
     from pipeloom.checkpoints import saved
     from pipeloom.runtime.launcher import launch, under_torchrun
@@ -177,8 +265,7 @@ def _run(config: TrainConfig, schedule: Schedule, text: bytes) -> None:
             f"--checkpoint {config.checkpoint} holds a run already: give --resume to go on, or another directory"
         )
     corpus = Corpus(text, config.model.context)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", schedule.ranks))
-    backend = "nccl" if cuda.device_count() >= local else "gloo"
+    backend = _backend(schedule)
     if under_torchrun():
         join(backend)
         run(config, schedule, corpus)
