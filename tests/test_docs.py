@@ -54,6 +54,18 @@ def test_the_table_of_the_schedules_page(tmp_path: Path) -> None:
     assert f"\n{table}\n" in (ROOT / "docs" / "schedules.md").read_text()
 
 
+def test_what_the_search_page_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "search.md").read_text()
+    layers = re.search(r"^    \{\n(?:    .*\n)*?    \}\n", page, re.MULTILINE)
+    assert layers is not None
+    (tmp_path / "layers.json").write_text(layers[0])
+    for command in (
+        "split --costs layers.json --stages 4",
+        "search --ranks 4 --microbatches 8 --placement linear --memory 3 --work 10 -o best.csv",
+    ):
+        assert pipeloom(command, tmp_path) == transcript(page, command)
+
+
 def test_readme(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     command = "show 1F1B --ranks 4 --microbatches 4"
