@@ -47,6 +47,24 @@ def test_simulate(pipeloom: Run) -> None:
     )
 
 
+def test_choices_of_a_named_schedule(pipeloom: Run) -> None:
+    sizes = ("--ranks", "8", "--microbatches", "32")
+    of = {
+        options: json.loads(pipeloom("simulate", *options, *sizes, "--json")[1])
+        for options in (
+            ("GIS", "--group", "4"),
+            ("GIS", "--group", "8"),
+            ("ControllableMemory", "--memory", "4"),
+            ("Seq1F1B", "--pieces", "4"),
+        )
+    }
+    assert [found["makespan"] for found in of.values()] == [210, 206, 215, 96 * 4 + 7 * 3]
+    assert pipeloom("explain", "GIS", "--group", "4", *sizes)[0] == 0
+    assert pipeloom("draw", "GIS", "--group", "4", *sizes, "--json")[0] == 0
+    assert pipeloom("compare", "GIS", "--group", "4", *sizes, "--json")[0] == 0
+    assert pipeloom("simulate", "1F1B", "--group", "4", *sizes)[0] == 2
+
+
 def test_simulate_with_costs_in_json(pipeloom: Run, tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(pl.Costs(F=2, output_size=3).to_json())
     status, out, _ = pipeloom("simulate", "1F1B", *SIZES, "--costs", str(tmp_path / "costs.json"), "--json")

@@ -9,7 +9,7 @@ import typer
 
 from pipeloom.cli._answer import AsJson, answer, answer_json, faults
 from pipeloom.cli._draw import Memory
-from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, StagesPerRank
+from pipeloom.cli._source import Copies, Group, Microbatches, Pieces, Ranks, Skips, StagesPerRank
 from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSources, read_timelines
 from pipeloom.drawing import Times, between, draw, figures, number
 from pipeloom.errors import shown
@@ -27,6 +27,7 @@ def compare(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
     copies: Copies = 1,
     pieces: Pieces = 1,
     skips: Skips = None,
@@ -41,6 +42,7 @@ def compare(
             ranks=ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank,
+            group=group,
             copies=copies,
             pieces=pieces,
             skips=skips,

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pipeloom.cli._answer import AsJson, answer, answer_json, faults
-from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, StagesPerRank
+from pipeloom.cli._source import Copies, Group, Microbatches, Pieces, Ranks, Skips, StagesPerRank
 from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSources, read_timelines
 from pipeloom.drawing import blocks, figures, plain
 from pipeloom.drawing import draw as draw_timelines
@@ -39,6 +39,7 @@ def draw(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
     copies: Copies = 1,
     pieces: Pieces = 1,
     skips: Skips = None,
@@ -53,6 +54,7 @@ def draw(
             ranks=ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank,
+            group=group,
             copies=copies,
             pieces=pieces,
             skips=skips,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.cli._answer import AsJson, answer, answer_json, faults
-from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, StagesPerRank
+from pipeloom.cli._source import Copies, Group, Memory, Microbatches, Pieces, Ranks, Skips, StagesPerRank
 from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSource, read_timelines
 from pipeloom.drawing import explain as reasons
 from pipeloom.drawing import explanation
@@ -16,6 +16,8 @@ def explain(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
+    memory: Memory = None,
     copies: Copies = 1,
     pieces: Pieces = 1,
     skips: Skips = None,
@@ -30,6 +32,8 @@ def explain(
             ranks=ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank,
+            group=group,
+            memory=memory,
             copies=copies,
             pieces=pieces,
             skips=skips,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults
-from pipeloom.cli._source import Copies, Microbatches, Pieces, Ranks, Skips, StagesPerRank
+from pipeloom.cli._source import Copies, Group, Memory, Microbatches, Pieces, Ranks, Skips, StagesPerRank
 from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSource, read_timelines
 from pipeloom.drawing import Times, figures, number, title
 from pipeloom.timeline import Timeline
@@ -25,6 +25,8 @@ def simulate(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    group: Group = None,
+    memory: Memory = None,
     copies: Copies = 1,
     pieces: Pieces = 1,
     skips: Skips = None,
@@ -39,6 +41,8 @@ def simulate(
             ranks=ranks,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank,
+            group=group,
+            memory=memory,
             copies=copies,
             pieces=pieces,
             skips=skips,
