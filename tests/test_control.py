@@ -250,15 +250,43 @@ def test_ranks_that_disagree_all_say_so(mine: list[tuple[str, int | None]], mess
     run(3, body, tmp_path)
 
 
-def test_an_error_outside_of_steps_is_told_as_the_process_ends(tmp_path: Path) -> None:
-    def body(control: Control, transport: Transport) -> None:
-        if control.rank == 1:
-            try:
-                raise OverflowError("in the training script")
-            except OverflowError:
-                sys.excepthook(*sys.exc_info())
-                os._exit(1)
-        with pytest.raises(PeerFailed, match=r"rank 1 on .*: OverflowError: in the training script"):
-            transport.receive(1).wait()
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from pipeloom.runtime.control import Control
+from pipeloom.runtime.transport import connect
+store, rank, hooked = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "hooked"
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+control = Control(dist.group.WORLD)
+transport = connect(dist.group.WORLD, watch=control)
+dist.barrier()
+control.begin({}, {})
+transport.begin(control.number)
+if not hooked:
+    sys.excepthook = lambda *_: None
+if rank == 1:
+    raise OverflowError("in the training script")
+transport.receive(1).wait()
+"""
 
-    run(2, body, tmp_path, rank1=1)
+
+@pytest.mark.parametrize("hook", ["hooked", "replaced"])
+def test_an_error_outside_of_steps_is_told_as_the_process_ends(tmp_path: Path, hook: str) -> None:
+    """Also where somebody else has taken `sys.excepthook`, as command-line tools do."""
+    hooks = ["hooked", hook]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "store"), str(rank), hooks[rank]],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, told = ranks[0].communicate(timeout=60)
+        assert "rank 1 on " in told
+        assert "OverflowError: in the training script" in told
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

@@ -305,6 +305,10 @@ def _leave_by_exception(kind: type[BaseException], error: BaseException, trace: 
     _hook(kind, error, trace)
 
 
+def _leave_at_exit() -> None:
+    leave(getattr(sys, "last_value", None))  # what ended this process, where another hook has taken ours out
+
+
 _hook, sys.excepthook = sys.excepthook, _leave_by_exception
-atexit.register(leave)
+atexit.register(_leave_at_exit)
 os.register_at_fork(after_in_child=_OPEN.clear)
