@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -251,6 +252,7 @@ def test_ranks_that_disagree_all_say_so(mine: list[tuple[str, int | None]], mess
 
 
 SCRIPT = """
+import subprocess
 import sys
 import torch, torch.distributed as dist
 from pipeloom.runtime.control import Control
