@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from pipeloom.action import Kind
 from pipeloom.errors import SizeError
 from pipeloom.layers import Layer
 from pipeloom.schedule import Schedule
+
+Starts = dict[int, int]
+"""Where stages begin, as far as that is settled."""
 
 Moment = dict[int, int]
 """How many microbatches of each of its stages a rank holds at one time."""
@@ -76,10 +80,10 @@ def _least_memory(layers: Sequence[Layer], times: Sequence[float], stages: int, 
 
 
 class _Filling:
-    """Fills one stage after another, and takes back what leads nowhere.
+    """Fills one rank after another, and takes back what leads nowhere.
 
-    What a rank with further stages holds is part of where one stands. A place from which nothing was found is
-    remembered, and with it all places with more memory in use.
+    Where one stands is where those stages begin of which only one neighbour is filled: all else is settled. A place
+    from which nothing was found is remembered, so none is gone through twice.
     """
 
     def __init__(
@@ -91,90 +95,90 @@ class _Filling:
         memory: float,
         limit: float,
     ) -> None:
-        self.times, self.stages, self.limit, self.memory = (
-            times,
-            stages,
-            limit * (1 + _ROUNDING),
-            memory * (1 + _ROUNDING),
-        )
-        self.count = len(layers)
+        self.times, self.stages, self.count, self.memory = times, stages, len(layers), memory * (1 + _ROUNDING)
         self.held = list(accumulate((layer.activation for layer in layers), initial=0.0))
         self.static = list(accumulate((layer.static for layer in layers), initial=0.0))
-        limited = into is not None and memory < math.inf
-        self.placement = dict(into.placement) if into and limited else dict.fromkeys(range(stages), 0)
-        self.moments = [_moments(into, rank) for rank in range(into.ranks)] if into and limited else [[]]
-        self.used = [[0.0] * len(moments) for moments in self.moments]
-        self.last_of = {rank: stage for stage, rank in sorted(self.placement.items())}
-        self.fewest = self._fewest()
-        self.dead: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+        limited = into if memory < math.inf else None
+        self.stages_of = [limited.stages_of(rank) for rank in range(limited.ranks)] if limited else _singly(stages)
+        self.moments = [_moments(limited, rank) if limited else [] for rank in range(len(self.stages_of))]
+        self.furthest = [
+            bisect_right(times, times[start] + limit * (1 + _ROUNDING)) - 1 for start in range(self.count + 1)
+        ]
+        rank_of = {stage: rank for rank, each in enumerate(self.stages_of) for stage in each}
+        self.open = [
+            [stage for stage in range(1, stages) if (rank_of[stage - 1] < rank) != (rank_of[stage] < rank)]
+            for rank in range(len(self.stages_of))
+        ]
 
     def starts(self) -> list[int] | None:
         """Where the stages begin; None if they cannot be filled."""
-        starts, ways = [0], [iter(self._ends(0, 0))]
-        saved: list[tuple[int, list[float]]] = []
-        while ways:
-            stage, start = len(ways) - 1, starts[-1]
-            rank = self.placement[stage]
-            end = next(ways[-1], None)
-            if end is None:
-                self.dead.setdefault((stage, start), []).append(self._in_use(stage))
-                starts.pop()
-                ways.pop()
-                if saved:
-                    rank, self.used[rank] = saved.pop()
-                continue
-            before, self.used[rank] = self.used[rank], self._with(stage, start, end)
-            if max(self.used[rank], default=0.0) > self.memory or self._is_dead(stage + 1, end):
-                self.used[rank] = before
-                continue
-            if stage + 1 == self.stages:
-                return starts
-            saved.append((rank, before))
-            starts.append(end)
-            ways.append(iter(self._ends(stage + 1, end)))
+        first = {0: 0, self.stages: self.count}
+        if not self._reaches(0, self.count, self.stages):
+            return None
+        stack = [(first, self._filled(0, first))]
+        dead: set[tuple[int, ...]] = set()
+        while stack:
+            rank = len(stack) - 1
+            starts, ways = stack[-1]
+            found = next(ways, None)
+            if found is None:
+                dead.add((rank, *(starts[stage] for stage in self.open[rank])))
+                stack.pop()
+            elif rank + 1 == len(self.stages_of):
+                return [found[stage] for stage in range(self.stages)]
+            elif (rank + 1, *(found[stage] for stage in self.open[rank + 1])) not in dead:
+                stack.append((found, self._filled(rank + 1, found)))
         return None
 
-    def _fewest(self) -> list[int]:
-        """How many stages the layers from each one on take at least."""
-        fewest = [0] * (self.count + 1)
-        for start in reversed(range(self.count)):
-            end = start + 1
-            while end < self.count and self.times[end + 1] - self.times[start] <= self.limit:
-                end += 1
-            fewest[start] = 1 + fewest[end]
-        return fewest
+    def _filled(self, rank: int, starts: Starts) -> Iterator[Starts]:
+        """Every way to fill the stages of a rank."""
+        return self._placed(rank, self.stages_of[rank], starts, [0.0] * len(self.moments[rank]))
 
-    def _with(self, stage: int, start: int, end: int) -> list[float]:
-        """What the rank of a stage holds at its moments once the stage has these layers."""
-        rank = self.placement[stage]
-        static, held = self.static[end] - self.static[start], self.held[end] - self.held[start]
-        return [
-            used + static + moment[stage] * held
-            for used, moment in zip(self.used[rank], self.moments[rank], strict=True)
-        ]
+    def _placed(self, rank: int, stages: Sequence[int], starts: Starts, used: list[float]) -> Iterator[Starts]:
+        if not stages:
+            yield starts
+            return
+        stage, *others = stages
+        for start in self._positions(stage, starts):
+            begun = starts | {stage: start}
+            for end in self._positions(stage + 1, begun):
+                static, held = self.static[end] - self.static[start], self.held[end] - self.held[start]
+                now = [
+                    before + static + moment[stage] * held
+                    for before, moment in zip(used, self.moments[rank], strict=True)
+                ]
+                if max(now, default=0.0) <= self.memory:
+                    yield from self._placed(rank, others, begun | {stage + 1: end}, now)
 
-    def _in_use(self, stage: int) -> tuple[float, ...]:
-        """What the ranks hold that have this stage or a later one."""
-        return tuple(used for rank, each in enumerate(self.used) if self.last_of[rank] >= stage for used in each)
-
-    def _is_dead(self, stage: int, start: int) -> bool:
-        in_use = self._in_use(stage)
-        return any(all(a <= b for a, b in zip(dead, in_use, strict=True)) for dead in self.dead.get((stage, start), ()))
-
-    def _ends(self, stage: int, start: int) -> list[int]:
-        """Where a stage may end, first what makes it most like those behind it."""
-        left = self.stages - stage - 1
-        mean = (self.times[-1] - self.times[start]) / (left + 1)
+    def _positions(self, stage: int, starts: Starts) -> list[int]:
+        """Where a stage may begin, first what makes the stages around it most alike."""
+        if stage in starts:
+            return [starts[stage]]
+        before, behind = max(each for each in starts if each < stage), min(each for each in starts if each > stage)
+        low, high, left, right = starts[before], starts[behind], stage - before, behind - stage
+        even = self.times[low] + (self.times[high] - self.times[low]) * left / (left + right)
         return sorted(
             (
-                end
-                for end in range(start + 1, self.count - left + 1)
-                if self.times[end] - self.times[start] <= self.limit
-                and self.fewest[end] <= left
-                and (end == self.count) == (left == 0)
+                at
+                for at in range(low + left, high - right + 1)
+                if self._reaches(low, at, left) and self._reaches(at, high, right)
             ),
-            key=lambda end: abs(self.times[end] - self.times[start] - mean),
+            key=lambda at: abs(self.times[at] - even),
         )
+
+    def _reaches(self, start: int, end: int, stages: int) -> bool:
+        """Whether so many stages can take all layers from `start` to `end`."""
+        for _ in range(stages):
+            if start >= end:
+                break
+            if self.furthest[start] == start:
+                return False
+            start = self.furthest[start]
+        return start >= end
+
+
+def _singly(stages: int) -> list[list[int]]:
+    return [[stage] for stage in range(stages)]
 
 
 def _moments(schedule: Schedule, rank: int) -> list[Moment]:
