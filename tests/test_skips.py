@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,40 @@ def train(name: str, skips: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_skip_edges(name: str, skips: tuple[tuple[int, int], ...]) -> None:
     launch(train, 2, name, skips)
+
+
+def once(name: str) -> None:
+    """Stages 3 and 5 of rank 1 both take in what stage 0 sets aside: it crosses once a microbatch."""
+    skips = ((0, 3), (0, 5))
+    plain = pl.schedules.make(name, ranks=2, microbatches=4, stages_per_rank=3)
+    schedule = pl.Schedule.from_rows(plain.rows, wiring=pl.Wiring(plain.stages, skips=skips), name=name)
+    side = Side(schedule, lambda stages: unet(skips, stages), loss_fn=square)
+    transport = side.pipe._team.transport
+    assert transport is not None
+    sent: list[int] = []
+    send = transport.send
+
+    def counted(rank: int, value: Any) -> None:
+        sent.append(value is not None)
+        send(rank, value)
+
+    transport.send = counted  # type: ignore[method-assign]
+    for _ in range(2):
+        x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+        dist.broadcast(x, 0)
+        dist.broadcast(y, 0)
+        sent.clear()
+        side.step(x, y)
+        side.same_gradients()
+        if dist.get_rank() == 0:
+            assert sent.count(0) == 4  # from stages 0, 2 and 4 to the next, and along one skip edge of two
+            assert sum(sent) == 4 * 4 + 4 * 2
+    side.pipe.close()
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS"])
+def test_a_value_crosses_once_to_each_rank(name: str) -> None:
+    launch(once, 2, name)
 
 
 def test_linear_schedules_skip_too() -> None:

@@ -75,6 +75,13 @@ def keywords_of(module: nn.Module) -> frozenset[str] | None:
 class _Coming:
     value: Pending
     number: int
+    also: Sequence[Edge]
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    value: Pending
+    first: Edge
 
 
 class Run:
@@ -114,6 +121,8 @@ class Run:
         self._wiring = work.schedule.wiring
         self._values: dict[Edge, Any] = {}
         """What came or goes along an edge: a value, or a `Pending` one."""
+        self._repeated: dict[Edge, Any] = {}
+        """Values that came once for several stages, for those that have not taken theirs."""
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._added: list[Tensor] = []
 
@@ -145,17 +154,40 @@ class Run:
         assert self._transport is not None
         self._transport.send(peer, self.work.meshes.flat(self._values.pop(edge)))
 
-    def receive(self, edge: Edge, peer: int) -> None:
+    def send_again(self, edge: Edge, peer: int) -> None:
+        """Say that the value of `edge` has gone to this rank already, along another edge."""
         assert self._transport is not None
-        self._values[edge] = _Coming(self._transport.receive(peer), self._number)
+        del self._values[edge]
+        self._transport.send(peer, None)
+
+    def receive(self, edge: Edge, peer: int, also: Sequence[Edge]) -> None:
+        """Post a receive; the value is that of the edges `also` too."""
+        assert self._transport is not None
+        self._values[edge] = _Coming(self._transport.receive(peer), self._number, also)
+
+    def receive_again(self, edge: Edge, first: Edge, peer: int) -> None:
+        """Post the receive of what says that the value has come along `first`."""
+        assert self._transport is not None
+        self._values[edge] = _Again(self._transport.receive(peer), first)
 
     def _take(self, edge: Edge) -> Any:
         value = self._values.pop(edge)
-        if not isinstance(value, _Coming):
+        if isinstance(value, _Coming):
+            return self._come(value)
+        if not isinstance(value, _Again):
             return value
-        found = value.value.wait()
-        self._ready = self._times.ends[value.number] = self._times.now()
-        return self.work.meshes.whole(found)
+        value.value.wait()
+        if edge not in self._repeated:
+            self._values[value.first] = self._come(self._values[value.first])
+        return self._repeated.pop(edge)
+
+    def _come(self, coming: _Coming) -> Any:
+        found = coming.value.wait()
+        self._ready = self._times.ends[coming.number] = self._times.now()
+        found = self.work.meshes.whole(found)
+        for other in coming.also:  # before the first stage that takes it can change it in place
+            self._repeated[other] = map_tensors(_copy, found)
+        return found
 
     def forward(self, stage: int, microbatch: int) -> None:
         tape, arguments, keywords = self.begin_forward(stage, microbatch)
@@ -352,6 +384,10 @@ COMPUTING: dict[Kind, Callable[..., None]] = {
 def _cut(tensor: Tensor) -> Tensor:
     """`tensor` without its graph, which still says whether a gradient is wanted for it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _add_up(gradients: Iterable[Gradients]) -> Gradients:

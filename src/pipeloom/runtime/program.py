@@ -17,6 +17,9 @@ class Program:
 
     work: Work
     steps: list[Step] = field(init=False)
+    _once: dict[Edge, tuple[Edge, list[Edge]]] = field(init=False, default_factory=dict)
+    """The values that skip edges share, by stage, other rank and microbatch: the edge whose message brings each, and
+    the edges whose messages only say that it has come."""
     actions: int = field(init=False)
     """How many actions the row has, the parts of composites counted."""
 
@@ -51,10 +54,7 @@ class Program:
         if cell.kind in COMPUTE:
             return partial(COMPUTING[cell.kind], stage=cell.stage, microbatch=cell.microbatch)
         if cell.kind in COMMUNICATION:
-            edge = self._edge(cell)
-            if cell.kind in SENDS:
-                return partial(Run.send, edge=edge, peer=self.work.schedule.placement[edge[1]])
-            return partial(Run.receive, edge=edge, peer=self.work.schedule.placement[edge[0]])
+            return self._message(cell)
         if cell.kind is Kind.REDUCE_GRAD:
             return partial(Run.reduce, stage=cell.stage)
         if not self.work.replicas.sharded(cell.stage):
@@ -63,6 +63,24 @@ class Program:
         return partial(
             _call, function=partial(self.work.replicas.gather if gathers else self.work.replicas.drop, cell.stage)
         )
+
+    def _message(self, cell: Action) -> Call:
+        edge = self._edge(cell)
+        sends = cell.kind in SENDS
+        peer = self.work.schedule.placement[edge[1 if sends else 0]]
+        also: list[Edge] = []
+        if cell.far >= 0 and cell.kind in (Kind.SEND_F, Kind.RECV_F):
+            first, also = self._once.setdefault((edge[0], peer, cell.microbatch), (edge, also))
+            if first != edge:
+                also.append(edge)
+                return (
+                    partial(Run.send_again, edge=edge, peer=peer)
+                    if sends
+                    else partial(Run.receive_again, edge=edge, first=first, peer=peer)
+                )
+        if sends:
+            return partial(Run.send, edge=edge, peer=peer)
+        return partial(Run.receive, edge=edge, peer=peer, also=also)
 
     def _edge(self, cell: Action) -> Edge:
         """The edge that a send or receive serves: its far end is named, or the neighbour on the chain."""
