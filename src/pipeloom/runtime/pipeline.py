@@ -217,7 +217,7 @@ class Pipeline:
         if scaler is not None and self._group and not isinstance(scaler, ShardedGradScaler):
             raise PipelineError(
                 "a gradient scaler of one rank skips steps that other ranks take; use "
-                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with this pipeline's process group"
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler over all ranks that train this model"
             )
         self._leftovers.refuse()
         self._replicas.refuse_out_of_step()
