@@ -29,6 +29,7 @@ class Side:
     """One rank of a pipeline, and beside it the whole model in one process."""
 
     def __init__(self, schedule: pl.Schedule, build: Callable[[int], list[nn.Module]] = gpt, **options: Any) -> None:
+        torch.set_num_threads(1)  # what a rank of several has
         self.schedule = schedule
         self.rank = dist.get_rank()
         self.whole = build(schedule.stages)
@@ -390,6 +391,52 @@ def test_batches_that_do_not_fit(arguments: list[Any], options: dict[str, Any], 
 def test_pipelines_that_do_not_fit(stages: list[int], schedule: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(PipelineError, match=says):
         pl.Pipeline([pl.Stage(nn.Linear(2, 2), stage) for stage in stages], schedule, loss_fn=square, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"weight": "Samples"}, 'weight is "samples", "equal", "sum" or a function of a target, got \'Samples\''),
+        ({"weight": None}, "weight is"),
+        ({"kwargs": {"mask": "cut"}}, 'kwargs says "split" or "replicate", got \'cut\' for mask'),
+        ({"transport": "tcp"}, "transport is"),
+        ({"deadline": -1.0}, "deadline is a number of seconds above 0, got -1.0"),
+    ],
+)
+def test_options_that_do_not_exist(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PipelineError, match=says):
+        alone(**options)
+
+
+@pytest.mark.parametrize("stages", [nn.Linear(2, 2), [nn.Linear(2, 2)], pl.Stage(nn.Linear(2, 2), 0)])
+def test_stages_are_a_list_of_stages(stages: Any) -> None:
+    with pytest.raises(PipelineError, match=r"stages is a list of pl.Stage\(module, index\), got"):
+        pl.Pipeline(stages, make("1F1B", 1, 2))
+
+
+@pytest.mark.parametrize(("module", "index"), [(square, 0), (nn.Identity(), -1), (nn.Identity(), "0")])
+def test_a_stage_is_a_module_and_a_number(module: Any, index: Any) -> None:
+    with pytest.raises(PipelineError, match="Stage: "):
+        pl.Stage(module, index)
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    pipe = alone()
+    pipe.close()
+    for call in (lambda: pipe.step(ONES, target=ONES), lambda: pipe.eval(ONES), lambda: pipe.clip_grad_norm_(1.0)):
+        with pytest.raises(PipelineError, match="this pipeline is closed"):
+            call()
+
+
+def test_a_loss_that_was_detached_is_refused() -> None:
+    with pytest.raises(TypeError, match="a loss that no gradient flows from"):
+        alone(lambda output, target: square(output, target).detach()).step(ONES, target=ONES)
+
+
+def test_a_missing_target_is_named() -> None:
+    with pytest.raises(TypeError) as caught:
+        alone().step(ONES)
+    assert "there is no target in this call" in caught.value.__notes__[0]
 
 
 def test_a_wrong_schedule_is_refused_with_every_problem() -> None:

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from pipeloom.errors import DisagreementError, PeerFailed
+from pipeloom.errors import DisagreementError, PeerFailed, PipeloomError
 from pipeloom.runtime.lines import BYE, Lines, Message
 from pipeloom.runtime.transport._interface import Plain
 from pipeloom.runtime.transport._signal import Signal
@@ -240,6 +240,7 @@ class Control:
             return error.fields
         if isinstance(error, DisagreementError):
             return {"disagreement": str(error)}
+        refusal = isinstance(error, PipeloomError)  # it says all there is to say
         return {
             "rank": self.rank,
             "cause": "".join(traceback.format_exception_only(error)).strip()[:_LONGEST_TEXT],
@@ -248,7 +249,7 @@ class Control:
             "microbatch": microbatch,
             "action": action,
             "rows": rows,
-            "traceback": "".join(traceback.format_exception(error))[-_LONGEST_TEXT:],
+            "traceback": "" if refusal else "".join(traceback.format_exception(error))[-_LONGEST_TEXT:],
         }
 
     def _compare(self) -> None:

@@ -271,13 +271,20 @@ class Run:
     def _finish(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None:
         loss_fn = self.work.loss_fn
         if loss_fn is not None and (self.train or self.batch.targets):
-            found = loss_fn(output, self.batch.targets[microbatch]) if self.batch.targets else loss_fn(output)
+            try:
+                found = loss_fn(output, self.batch.targets[microbatch]) if self.batch.targets else loss_fn(output)
+            except TypeError as error:
+                if not self.batch.targets:
+                    error.add_note("there is no target in this call, so loss_fn was called with the output alone")
+                raise
             loss = found[0] if isinstance(found, tuple) else found
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(f"loss_fn returned {kind}; it returns a loss of one element, or (loss, anything)")
             if isinstance(loss, DTensor):
                 loss = loss.full_tensor()
+            if self.train and not loss.requires_grad and any(each.requires_grad for each in tensors(output)):
+                raise TypeError("loss_fn returned a loss that no gradient flows from; leave out detach() and no_grad")
             self.losses[microbatch] = loss.detach()
             if self.train and loss.requires_grad:
                 tape.roots = [self._weighted(loss, microbatch)]

@@ -23,6 +23,38 @@ def digest(schedule: Schedule) -> str:
     return f"{schedule.name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
+def stages_of(stages: Iterable[Stage]) -> list[Stage]:
+    """The stages as a list, if that is what they are."""
+    if isinstance(stages, Stage | nn.Module):
+        stages = [stages]  # type: ignore[list-item]
+        listed = False
+    else:
+        stages, listed = list(stages), True
+    wrong = sorted({type(stage).__name__ for stage in stages if not isinstance(stage, Stage)})
+    if wrong or not listed:
+        found = f"{', '.join(wrong)} in it" if listed else f"a {type(stages[0]).__name__}"
+        raise PipelineError(f"stages is a list of pl.Stage(module, index), got {found}")
+    return stages
+
+
+def refuse_options(weight: object, handling: Mapping[str, str], transport: str, deadline: float) -> None:
+    """Refuse values that none of these options has."""
+    problems = []
+    if weight not in ("samples", "equal", "sum") and not callable(weight):
+        problems.append(f'weight is "samples", "equal", "sum" or a function of a target, got {weight!r}')
+    problems += [
+        f'kwargs says "split" or "replicate", got {how!r} for {name}'
+        for name, how in handling.items()
+        if how not in ("split", "replicate")
+    ]
+    if transport not in ("auto", "local", "torch"):
+        problems.append(f'transport is "auto", "local" or "torch", got {transport!r}')
+    if not 0 < deadline < float("inf"):
+        problems.append(f"deadline is a number of seconds above 0, got {deadline}")
+    if problems:
+        raise PipelineError("; ".join(problems))
+
+
 def modules_of(stages: Iterable[Stage]) -> dict[int, nn.Module]:
     """The modules by the numbers of their stages."""
     modules: dict[int, nn.Module] = {}

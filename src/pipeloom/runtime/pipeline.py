@@ -19,7 +19,7 @@ from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.executor import Run, Work, keywords_of
-from pipeloom.runtime.fitting import digest, lowered, modules_of, refuse_misfits
+from pipeloom.runtime.fitting import digest, lowered, modules_of, refuse_misfits, refuse_options, stages_of
 from pipeloom.runtime.leftovers import Leftovers
 from pipeloom.runtime.microbatches import Handling, Weight, merge
 from pipeloom.runtime.program import Program
@@ -77,7 +77,8 @@ class Pipeline:
         transport: Literal["auto", "local", "torch"] = "auto",
         deadline: float = 30.0,
     ) -> None:
-        given = list(stages)
+        given = stages_of(stages)
+        refuse_options(weight, kwargs or {}, transport, deadline)
         device = _device(modules_of(given).values())
         self._group = group or dist.group.WORLD if dist.is_initialized() else None
         """The ranks of this pipeline; None where there is no other."""

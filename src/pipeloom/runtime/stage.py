@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from pipeloom.errors import PipelineError
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
@@ -21,3 +23,11 @@ class Stage:
     """Whether the module's names are those of the whole model, as `pipeloom.split` makes them."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Names of parameters that are one weight of the model, all ties of the model; see `Pipeline.tie`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.module, nn.Module):
+            raise PipelineError(
+                f"Stage: module is an nn.Module, got a {type(self.module).__name__}; wrap a function in one"
+            )
+        if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:
+            raise PipelineError(f"Stage: index is the stage's number, counted from 0, got {self.index!r}")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.action import Action
-from pipeloom.errors import PipeloomError
+from pipeloom.errors import PipelineError, PipeloomError
 from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.failure import excerpt
@@ -41,6 +41,7 @@ class Team:
             self._control = Control(group, deadline=deadline)
             self.transport = connect(group, transport, device=device, watch=self._control)
         self._ranks = group.size() if group else 1
+        self._closed = False
 
     @contextmanager
     def together(
@@ -64,6 +65,7 @@ class Team:
             refuse: raises if this rank cannot take the step.
             where: the schedule that runs and the action that it has come to, for the error if it fails.
         """
+        self._refuse_closed()
         refused: Exception | None = None
         batch = Batch(self._ends, microbatches, weight, replicas)
         try:
@@ -93,6 +95,7 @@ class Team:
 
     def gather(self) -> None:
         """Wait until all ranks are here, so that a collective finds them; raise if one of them failed."""
+        self._refuse_closed()
         transport = self.transport
         if transport is None:
             return
@@ -106,8 +109,13 @@ class Team:
             transport.send(0, None)
             transport.receive(0).wait()
 
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise PipelineError("this pipeline is closed; make a new one")
+
     def close(self) -> None:
         """Let go of the connections."""
+        self._closed = True
         if self.transport is not None:
             self.transport.close()
         if self._control is not None:
