@@ -111,7 +111,7 @@ def _be_rank(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent alone answers it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _end_with(parent)
+        end_with(parent)
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -151,7 +151,7 @@ def _join(rank: int, ranks: int, listener: socket.socket, backend: str, timeout:
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have the system kill this process when its parent is gone, where the system can."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

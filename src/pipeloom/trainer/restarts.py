@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from pipeloom.errors import PipeloomError, RankFailed
-from pipeloom.runtime.launcher import _end_with as end_with
+from pipeloom.runtime.launcher import end_with
 
 Args = TypeVarTuple("Args")
 
