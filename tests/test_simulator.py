@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import pipeloom as pl
 from brute_force import any_schedule, mutant
 from pipeloom import schedules
-from pipeloom.errors import SizeError
+from pipeloom.errors import CostsError, SizeError
 from pipeloom.simulator import Receives
 from slow_simulator import Circle, times
 from strategies import rows
@@ -336,6 +336,14 @@ def test_costs_a_stage() -> None:
 def test_costs_of_another_number_of_stages_are_refused() -> None:
     with pytest.raises(pl.PipeloomError, match="expected 2 numbers, one a stage, got 3"):
         pl.simulate(pl.Schedule.from_csv("0F0\n1F0"), pl.Costs(F=[1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    "costs", [pl.Costs(F=1e308, B=1e308), pl.Costs(F=4e307), pl.Costs(I=1e308, W=1e308), pl.Costs(optimizer=1.7e308)]
+)
+def test_costs_whose_times_overflow_are_refused(costs: pl.Costs) -> None:
+    with pytest.raises(CostsError, match="more than a number can hold"):
+        pl.simulate(schedules.make("1F1B", ranks=4, microbatches=4), costs)
 
 
 def test_each_direction_has_its_latency() -> None:

@@ -9,7 +9,7 @@ from typing import Literal, NoReturn, get_args
 from pipeloom.action import SHARDING, Action, Kind
 from pipeloom.costs import Costs
 from pipeloom.dependencies import Dependencies
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import CostsError, ScheduleError
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
 from pipeloom.simulator._pace import pace
@@ -44,7 +44,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, receives: Receiv
 
     Raises:
         ScheduleError: the rows cannot be run: what `pipeloom.check` finds.
-        CostsError: the costs are those of another number of stages.
+        CostsError: the costs are those of another number of stages, or so large that times overflow.
     """
     if receives not in get_args(Receives):
         raise ValueError(f"simulate: receives must be one of {', '.join(get_args(Receives))}, got {receives!r}")
@@ -353,6 +353,9 @@ class _Simulation:
                 rank.starts.append(start)
                 rank.ends.append(start + sum(steps[stage] for stage in self.schedule.stages_of(number)))
         starts, ends = [rank.starts for rank in self.ranks], [rank.ends for rank in self.ranks]
+        if not math.isfinite(len(ends) * max(max(row, default=0.0) for row in ends)):
+            message = "the times of this schedule add up to more than a number can hold"
+            raise CostsError("costs", [Problem(code="overflow", message=message, hint="use a larger unit of time")])
         return Timeline(self.schedule, starts, ends, self.costs)
 
     def refuse(self, message: str, rank: int | None = None) -> NoReturn:
