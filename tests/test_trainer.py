@@ -165,6 +165,14 @@ def test_a_wrong_schedule_is_refused_before_anything_starts(tmp_path: Path) -> N
     assert "has no backward actions" in run("--schedule", csv).stderr
 
 
+@pytest.mark.parametrize("name", ["DualPipe", "Chimera", "Seq1F1B"])
+def test_a_schedule_that_cannot_be_run_is_refused_once(name: str, text: Path) -> None:
+    ended = run("--schedule", name, "--ranks", "2", "--microbatches", "4", "--batch-size", "16", "--data", text)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"pipeloom: {name}") and "DualPipeV" in line
+
+
 def test_torchrun_must_start_as_many_ranks_as_the_schedule_has() -> None:
     ended = run("--schedule", "1F1B", "--ranks", "4", WORLD_SIZE="2", RANK="0")
     assert ended.returncode == 2

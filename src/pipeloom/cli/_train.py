@@ -14,7 +14,7 @@ from pipeloom import schedules
 from pipeloom.cli._answer import INTERRUPTED, UsageError, faults
 from pipeloom.cli._search import progress_of, summary
 from pipeloom.cli._source import read_schedule
-from pipeloom.errors import DataError, SizeError
+from pipeloom.errors import DataError, PipelineError, SizeError
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import simulate
 from pipeloom.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
@@ -128,6 +128,13 @@ def train(
     )
     try:
         rows, text = _understood(config, schedule, ranks, microbatches, stages_per_rank, memory)
+        if rows.wiring.copies > 1 or rows.wiring.pieces > 1:
+            raise PipelineError(
+                f"{rows.name} cannot be run yet, as it has "
+                f"{'several copies of the model' if rows.wiring.copies > 1 else 'microbatches in pieces'}; "
+                "it can be checked, simulated and drawn. Give another --schedule: DualPipeV, ZBVZeroBubble, "
+                "Interleaved1F1B or 1F1B run"
+            )
         _run(config, _found(config, rows, memory) if _is_search(schedule) else rows, text)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
