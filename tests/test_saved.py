@@ -112,11 +112,10 @@ def test_what_cannot_be_saved_is_said_before_anything_starts(data: list[str]) ->
 
 def test_restarts_come_to_an_end(data: list[str], tmp_path: Path) -> None:
     """What fails each time is tried so often, and no more."""
-    (tmp_path / "file").touch()
+    (tmp_path / "checkpoint.json").write_text("{")
     ended = run(
         *("--schedule", "1F1B", "--ranks", "2", *data, "--checkpoint-every", "1", "--max-restarts", "1"),
-        *("--checkpoint", str(tmp_path / "file" / "below")),
+        *("--checkpoint", str(tmp_path), "--resume"),
     )
     assert ended.returncode == 1
     assert ended.stderr.count("rank 0: checkpoint") == 2
-    assert "Not a directory" in ended.stderr

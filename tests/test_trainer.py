@@ -170,7 +170,26 @@ def test_a_schedule_that_cannot_be_run_is_refused_once(name: str, text: Path) ->
     ended = run("--schedule", name, "--ranks", "2", "--microbatches", "4", "--batch-size", "16", "--data", text)
     assert (ended.returncode, ended.stdout) == (1, "")
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"pipeloom: {name}") and "DualPipeV" in line
+    assert line.startswith(f"pipeloom: {name}")
+    assert "DualPipeV" in line
+
+
+def test_paths_and_seeds_that_cannot_be_used_are_refused_at_the_start(text: Path) -> None:
+    ended = run("--data", "/dev/zero", "--checkpoint", text, "--seed", str(2**32))
+    assert ended.returncode == 2
+    for part in (
+        "--data /dev/zero is no regular file",
+        f"--checkpoint {text} is a file; give a directory",
+        "--seed 4294967296 must be 0 to 4,294,967,295",
+    ):
+        assert part in ended.stderr
+    assert f"--checkpoint {text}/below cannot be made" in run("--checkpoint", text / "below").stderr
+
+
+def test_the_largest_seed_trains(text: Path) -> None:
+    options = ("--schedule", "1F1B", "--ranks", "2", "--steps", "1", "--eval-every", "0")
+    ended = run(*options, "--data", text, "--seed", str(2**32 - 1))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_torchrun_must_start_as_many_ranks_as_the_schedule_has() -> None:

@@ -190,6 +190,13 @@ def _understood(
         from pipeloom.trainer import traced
 
         mistakes += traced.mistakes(config.trace)
+    if config.checkpoint is not None:
+        try:
+            config.checkpoint.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            mistakes.append(f"--checkpoint {config.checkpoint} is a file; give a directory")
+        except OSError as error:
+            mistakes.append(f"--checkpoint {config.checkpoint} cannot be made: {error.strerror}")
     mistakes += config.mistakes(schedule.microbatches if schedule else None, None if text is None else len(text))
     if mistakes or schedule is None or text is None:
         raise UsageError("\n  ".join(["train is given what it cannot do:", *mistakes]))

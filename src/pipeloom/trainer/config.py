@@ -8,6 +8,9 @@ from pathlib import Path
 
 from pipeloom.trainer.text import HELD_OUT
 
+_LARGEST_SEED = 2**32 - 1
+"""Steps draw from seeds derived from it, and those have 64 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -100,7 +103,8 @@ class TrainConfig:
         found += _below("--steps", self.steps, 1)
         found += _below("--eval-every", self.eval_every, 0)
         found += _below("--eval-batches", self.eval_batches, 1)
-        found += _below("--seed", self.seed, 0)
+        if not 0 <= self.seed <= _LARGEST_SEED:
+            found.append(f"--seed {self.seed} must be 0 to {_LARGEST_SEED:,}")
         found += _below("--checkpoint-every", self.checkpoint_every, 1)
         found += _below("--max-restarts", self.max_restarts, 0)
         if self.checkpoint is None:

@@ -15,10 +15,14 @@ def read_text(path: Path | None) -> bytes:
     """The bytes of the file `path`; of the sources of Python's standard library, in order of their names, if None.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: it is no file, or cannot be read.
     """
     if path is not None:
         try:
+            if path.exists() and not path.is_file():
+                raise DataError(
+                    f"--data {path} is {'a directory' if path.is_dir() else 'no regular file'}; give a file"
+                )
             return path.read_bytes()
         except OSError as error:
             raise DataError(f"--data {path} cannot be read: {error.strerror}") from None
