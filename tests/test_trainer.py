@@ -192,6 +192,25 @@ def test_the_largest_seed_trains(text: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--json", "-"]])
+def test_a_reader_that_leaves_ends_every_rank_quietly(options: list[str], text: Path) -> None:
+    command = [*COMMAND, "--schedule", "1F1B", "--ranks", "2", "--eval-every", "1", "--data", str(text), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(DEADLINE) == 141
+
+
+def test_a_full_disk_is_said_without_a_traceback(text: Path) -> None:
+    options = ["--schedule", "1F1B", "--ranks", "2", "--eval-every", "1", "--data", str(text), "--json", "/dev/full"]
+    ended = run(*options)
+    assert ended.returncode == 1
+    assert "the results cannot be written: No space left on device" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_torchrun_must_start_as_many_ranks_as_the_schedule_has() -> None:
     ended = run("--schedule", "1F1B", "--ranks", "4", WORLD_SIZE="2", RANK="0")
     assert ended.returncode == 2

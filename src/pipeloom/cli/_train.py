@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from pipeloom import schedules
-from pipeloom.cli._answer import INTERRUPTED, UsageError, faults
+from pipeloom.cli._answer import INTERRUPTED, READER_LEFT, UsageError, faults
 from pipeloom.cli._search import progress_of, summary
 from pipeloom.cli._source import read_schedule
-from pipeloom.errors import DataError, PipelineError, SizeError
+from pipeloom.errors import DataError, PipelineError, RankFailed, SizeError
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import simulate
 from pipeloom.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
@@ -138,6 +138,10 @@ def train(
         _run(config, _found(config, rows, memory) if _is_search(schedule) else rows, text)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+    except RankFailed as error:
+        if error.status == READER_LEFT:
+            raise typer.Exit(READER_LEFT) from None
+        raise
 
 
 def _understood(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -11,6 +12,11 @@ from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from pipeloom.errors import PipeloomError
+
+READER_LEFT = 141
+"""The exit status of a rank that wrote to a closed pipe, as a shell reports it."""
 
 _PAUSE = 5.0
 """Seconds between two lines of progress where there is no terminal for a bar."""
@@ -108,8 +114,19 @@ class Report:
 
     def _say(self, text: str) -> None:
         if self._metrics != "-":
-            print(text, flush=True)
+            _print(text, sys.stdout)
 
     def _write(self, event: str, **values: object) -> None:
         if self._lines is not None:
-            print(json.dumps({"event": event, **values}), file=self._lines, flush=True)
+            _print(json.dumps({"event": event, **values}), self._lines)
+
+
+def _print(line: str, file: TextIO) -> None:
+    try:
+        print(line, file=file, flush=True)
+    except OSError as error:
+        # What is still buffered would be written, and fail, once more when the file is closed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        if isinstance(error, BrokenPipeError):
+            os._exit(READER_LEFT)  # at once, so that no other rank hears of an error to tell of
+        raise PipeloomError(f"the results cannot be written: {error.strerror}") from None
