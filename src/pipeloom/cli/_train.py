@@ -144,6 +144,10 @@ def train(
         raise
 
 
+MOST_RANKS = 256
+"""How many ranks one machine starts at most."""
+
+
 def _understood(
     config: TrainConfig,
     source: str,
@@ -158,6 +162,8 @@ def _understood(
         UsageError: with every mistake that is in them and in `config`.
     """
     started = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    if started is None and ranks is not None and ranks > MOST_RANKS:
+        raise UsageError(f"--ranks {ranks}: one machine starts up to {MOST_RANKS} ranks; start more with torchrun")
     mistakes: list[str] = []
     if _is_search(source):
         source = "ZB-H1" if stages_per_rank == 1 else "ZBVZeroBubble"
