@@ -83,12 +83,24 @@ def launch(
                 if ended:
                     rank, code = children.pop(child), os.waitstatus_to_exitcode(status)
                     if code:
-                        raise RankFailed(rank, code)
+                        raise RankFailed(*_first(children, rank, code))
             time.sleep(_POLL)
     finally:
         listener.close()
         _end(list(children))
         signal.signal(signal.SIGTERM, on_terminate)
+
+
+def _first(children: dict[int, int], rank: int, code: int) -> tuple[int, int]:
+    """Which rank failed, and how: one that chose its status rather than one whose error was to have lost the other."""
+    time.sleep(20 * _POLL)
+    for child in list(children):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            other, found = children.pop(child), os.waitstatus_to_exitcode(status)
+            if code == 1 and found > 1:
+                rank, code = other, found
+    return rank, code
 
 
 def under_torchrun() -> bool:
