@@ -122,7 +122,7 @@ from pipeloom.runtime.launcher import launch
 
 def work():
     dist.barrier()
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, as two ranks share the pipe
     time.sleep(60)
 
 launch(work, 2)
