@@ -15,19 +15,22 @@ be divided at all is left to a whole backward.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 Gradients = list[Tensor | None]
 Waiting = list[tuple[GradientEdge, Tensor]]
+Sides = list[tuple[int, GradientEdge]]
+"""The sides of one join: the number of the gradient that it computes for a side, and where that goes."""
 
 _INDIVISIBLE = {
     "CheckpointFunctionBackward": "activation checkpointing with use_reentrant=True",
@@ -36,22 +39,17 @@ _INDIVISIBLE = {
 """Nodes that refuse to be asked for some gradients and not for others, by name, and what makes them."""
 
 
-@dataclass(slots=True)
-class _Join:
-    node: Node
-    gradients: Gradients
-    sides: list[GradientEdge]
-
-
 class SplitBackward:
     """One backward in two parts, from gradients that arrive at some edges."""
 
-    __slots__ = ("_joins", "_waiting")
+    __slots__ = ("_arrived", "_sides", "_waiting")
 
     def __init__(self, roots: Waiting) -> None:
         self._waiting = roots
         """Gradients that wait at edges; after I, at edges from which only parameters are reached."""
-        self._joins: list[_Join] = []
+        self._arrived: dict[Node, Gradients] = {}
+        """What arrived at each join that W calls again, in the order in which I ran them."""
+        self._sides: dict[Node, Sides] = {}
 
     def inputs(self, entries: Sequence[Node]) -> Gradients | None:
         """Run I, down to the inputs that enter the graph at `entries`.
@@ -70,104 +68,107 @@ class SplitBackward:
         starts = [pair for pair in self._waiting if pair[0].node in starts_at]
         waiting = [pair for pair in self._waiting if pair[0].node not in starts_at]
         again, once = plan.joins(nodes)
-        captures = [edge for _, sides in once for edge in sides]
+        captures = once
         if not (plan.ordered if not once else plan.few):
-            again, starts, waiting = [], self._waiting, []
+            again, starts, waiting = {}, self._waiting, []
             captures = [GradientEdge(nodes[index], 0) for index in plan.leaves]
-        captures = list(dict.fromkeys(captures))
-        arrived: dict[Node, Gradients] = {}
-        hooks = [node.register_prehook(partial(arrived.__setitem__, node)) for node, _ in again]
+        self._arrived, self._sides = {}, again
+        hooks = [node.register_prehook(partial(self._arrived.__setitem__, node)) for node in again]
         into = [GradientEdge(*cast(tuple[Node, int], entry.next_functions[0])) for entry in entries]
-        found = _run(starts, into + captures)
+        found = _gradients(starts, into + captures)
         for hook in hooks:
             hook.remove()
-        self._joins = [_Join(node, arrived[node], sides) for node, sides in again if node in arrived]
-        self._joins.sort(key=lambda join: -join.node._sequence_nr())
         at_sides = zip(captures, found[len(into) :], strict=True)
         self._waiting = waiting + [(edge, gradient) for edge, gradient in at_sides if gradient is not None]
         return list(found[: len(into)])
 
     def weights(self) -> None:
         """Run W: the joins for their sides, then the engine from there to the parameters."""
-        waiting, joins = self._waiting, self._joins
-        self._waiting, self._joins = [], []
-        if joins:
-            waiting = waiting + _call(joins)
-        sums: dict[GradientEdge, Tensor] = {}
-        for edge, gradient in waiting:
-            metadata = edge.node._input_metadata[edge.output_nr]
-            if gradient.shape != metadata.shape:
-                gradient = gradient.sum_to_size(metadata.shape)
-            if gradient.dtype != metadata.dtype:
-                gradient = gradient.to(metadata.dtype)
-            sums[edge] = sums[edge] + gradient if edge in sums else gradient
-        if sums:
-            _run(list(sums.items()), None)
+        waiting, arrived, sides = self._waiting, self._arrived, self._sides
+        self._waiting, self._arrived, self._sides = [], {}, {}
+        if arrived:
+            waiting = waiting + _call(arrived, sides)
+        if waiting:
+            backward(waiting)
 
 
-def _run(roots: Waiting, inputs: Sequence[GradientEdge] | None) -> tuple[Tensor | None, ...]:
-    """The engine, without the checks of `torch.autograd.grad` and `backward`, which cost more than a small stage.
-
-    With `inputs` it returns their gradients and keeps the graph; without, gradients add up in the parameters.
-    """
-    return _engine_run_backward(
-        tuple(edge for edge, _ in roots),
-        tuple(gradient for _, gradient in roots),
-        inputs is not None,
-        False,
-        tuple(inputs or ()),
-        True,
-        accumulate_grad=inputs is None,
-    )
+def backward(roots: Waiting) -> None:
+    """The engine from `roots` to the parameters; not `torch.autograd.backward`, whose checks cost as much as a small
+    stage."""
+    edges, gradients = tuple(edge for edge, _ in roots), tuple(gradient for _, gradient in roots)
+    _engine_run_backward(edges, gradients, False, False, (), True, accumulate_grad=True)
 
 
-class _Within(torch.autograd.Function):
-    """Runs a function inside the engine."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, function: Callable[[], None]) -> Tensor:
-        ctx.function = function
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.function()
-        return gradient, None
+def _gradients(roots: Waiting, inputs: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
+    """The engine from `roots` to the edges `inputs`, whose gradients it returns; the graph is kept."""
+    edges, gradients = tuple(edge for edge, _ in roots), tuple(gradient for _, gradient in roots)
+    return _engine_run_backward(edges, gradients, True, False, tuple(inputs), True, accumulate_grad=False)
 
 
-@lru_cache(maxsize=256)
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+class _Gate:
+    """A node of its own, at which a task of the engine begins with a call."""
+
+    __slots__ = ("_below", "_call", "_edge", "_gradient")
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.enable_grad():
+            leaf = torch.zeros((), device=device, requires_grad=True)
+            node = leaf.view_as(leaf).grad_fn
+        assert node is not None
+        self._edge, self._below = GradientEdge(node, 0), GradientEdge(*cast(tuple[Node, int], node.next_functions[0]))
+        self._gradient = leaf.detach()
+        self._call: Callable[[], None] | None = None
+        node.register_prehook(self._open)
+
+    def run(self, call: Callable[[], None], asked: Sequence[GradientEdge]) -> None:
+        """`call` inside a task that asks for the gradients at the edges `asked`."""
+        self._call = call
+        try:
+            _gradients([(self._edge, self._gradient)], [self._below, *asked])
+        finally:
+            self._call = None
+
+    def _open(self, _: tuple[Tensor, ...]) -> None:
+        assert self._call is not None
+        self._call()
 
 
-def _call(joins: Sequence[_Join]) -> Waiting:
+class _Gates(threading.local):
+    """The gates of a thread, made once: where a node was made decides on which device and stream it runs."""
+
+    def __init__(self) -> None:
+        self._made: dict[object, _Gate] = {}
+
+    def on(self, device: torch.device) -> _Gate:
+        key = (device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+        gate = self._made.get(key)
+        if gate is None:
+            gate = self._made[key] = _Gate(device)
+        return gate
+
+
+_gates = _Gates()
+
+
+def _call(arrived: dict[Node, Gradients], sides: dict[Node, Sides]) -> Waiting:
     """Call each join with the gradients that arrived at it, for its sides alone.
 
-    Inside the engine a node computes only those of its gradients that the running task asks for. So the task asks for
-    the sides (which it is given as roots too, with zeros that nobody reads, so that it finds them), and the joins are
-    called from within it. The hooks of a join have run in I, and do not run again.
+    Inside the engine a node computes only those of its gradients that the running task asks for: so the joins are
+    called from within a task that asks for the sides. The hooks of a join have run in I, and do not run again.
     """
-    sides = {(side.node, side.output_nr): side for join in joins for side in join.sides}
     results: Waiting = []
 
     def call() -> None:
-        for join in joins:
-            found = cast(Any, join.node)(*join.gradients)
-            gradients = found if isinstance(found, tuple) else (found,)
-            for edge, gradient in zip(join.node.next_functions, gradients, strict=True):
-                side = sides.get(cast(tuple[Node, int], edge))
-                if gradient is not None and side is not None:
-                    results.append((side, gradient))
+        for node, gradients in arrived.items():
+            found = cast(Any, node)(*gradients)
+            if type(found) is not tuple:
+                found = (found,)
+            for index, edge in sides[node]:
+                if found[index] is not None:
+                    results.append((edge, found[index]))
 
-    roots: Waiting = []
-    for side in sides.values():
-        metadata = side.node._input_metadata[side.output_nr]
-        roots.append((side, _zeros(tuple(metadata.shape), metadata.dtype, metadata.device)))
-    leaf = torch.zeros((), device=roots[0][1].device, requires_grad=True)
-    start: Tensor = _Within.apply(leaf, call)  # type: ignore[no-untyped-call]
-    assert start.grad_fn is not None
-    below = GradientEdge(*cast(tuple[Node, int], start.grad_fn.next_functions[0]))
-    _run([(GradientEdge(start.grad_fn, 0), leaf.detach()), *roots], [below, *sides.values()])
+    asked = [edge for node in arrived for _, edge in sides[node]]
+    _gates.on(asked[0].node._input_metadata[asked[0].output_nr].device).run(call, asked)
     return results
 
 
@@ -179,8 +180,8 @@ class _Plan:
     """What keeps the graph from being divided, if anything."""
     roots: frozenset[int]
     """The roots on the path."""
-    sides: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    """Each join, and its sides as node and output."""
+    sides: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+    """Each join, and its sides: the number of the gradient, and the node and the input of it to which that goes."""
     leaves: tuple[int, ...]
     """Where gradients end up in parameters."""
     ordered: bool
@@ -189,18 +190,22 @@ class _Plan:
     few: bool
     """Whether nowhere beside the path three gradients or more come together."""
 
-    def joins(self, nodes: Sequence[Node]) -> tuple[list[tuple[Node, list[GradientEdge]]], ...]:
-        """The joins that W calls again, and those that must run only once, each with its sides."""
-        again: list[tuple[Node, list[GradientEdge]]] = []
-        once: list[tuple[Node, list[GradientEdge]]] = []
+    def joins(self, nodes: Sequence[Node]) -> tuple[dict[Node, Sides], list[GradientEdge]]:
+        """The joins that W calls again with their sides, and the sides of those that must run only once."""
+        again: dict[Node, Sides] = {}
+        once: list[GradientEdge] = []
         for index, sides in self.sides:
-            edges = [GradientEdge(nodes[side], output) for side, output in sides]
-            (once if _runs_once(nodes[index]) else again).append((nodes[index], edges))
-        return again, once
+            edges = [(number, GradientEdge(nodes[side], slot)) for number, side, slot in sides]
+            if _runs_once(nodes[index]):
+                once += [edge for _, edge in edges]
+            else:
+                again[nodes[index]] = edges
+        return again, list(dict.fromkeys(once))
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
 _MOST_PLANS = 1000
+_AccumulateGrad: type = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
 def _look(roots: Sequence[GradientEdge], entries: Sequence[Node]) -> tuple[list[Node], _Plan]:
@@ -214,7 +219,10 @@ def _look(roots: Sequence[GradientEdge], entries: Sequence[Node]) -> tuple[list[
             nodes.append(root.node)
         structure.append(number[root.node])
     for node in nodes:  # it grows meanwhile
-        structure.append(type(node))
+        kind = type(node)
+        structure.append(kind)
+        if kind is _AccumulateGrad or node in entries:
+            continue
         for after, output in node.next_functions:
             if after is None:
                 continue
@@ -237,10 +245,13 @@ def _look(roots: Sequence[GradientEdge], entries: Sequence[Node]) -> tuple[list[
 def _plan(
     nodes: Sequence[Node], number: dict[Node, int], roots: Sequence[GradientEdge], entries: Sequence[Node]
 ) -> _Plan:
-    below = [[(number[after], output) for after, output in node.next_functions if after is not None] for node in nodes]
+    below = [
+        [(place, number[after], slot) for place, (after, slot) in enumerate(node.next_functions) if after in number]
+        for node in nodes
+    ]
     above: list[list[int]] = [[] for _ in nodes]
     for index, edges in enumerate(below):
-        for after, _ in edges:
+        for _, after, _ in edges:
             above[after].append(index)
     reached = [number[entry] for entry in entries if entry in number]
     path = set(reached)
@@ -249,10 +260,10 @@ def _plan(
         path.update(new)
         reached += new
     names = {type(nodes[index]).__name__ for index in path} & _INDIVISIBLE.keys()
-    sides = [(index, tuple(edge for edge in below[index] if edge[0] not in path)) for index in sorted(path)]
+    sides = [(index, tuple(edge for edge in below[index] if edge[1] not in path)) for index in sorted(path)]
     beside = [index for index in range(len(nodes)) if index not in path]
-    from_joins = Counter(after for _, edges in sides for after, _ in edges)
-    from_others = Counter(after for index in beside for after, _ in below[index])
+    from_joins = Counter(after for _, edges in sides for _, after, _ in edges)
+    from_others = Counter(after for index in beside for _, after, _ in below[index])
     return _Plan(
         indivisible=_INDIVISIBLE[min(names)] if names else "",
         roots=frozenset(number[root.node] for root in roots) & path,
@@ -263,19 +274,22 @@ def _plan(
     )
 
 
-_saved_names: dict[type, tuple[str, ...]] = {}
+_saved: dict[type, tuple[str, ...] | None] = {}
+"""The attributes that hold the saved tensors of a kind of node; None for one from outside of torch."""
 
 
 def _runs_once(node: Node) -> bool:
     """Whether a node must not be called twice: one from outside of torch, or whose saved tensors are recomputed."""
     kind: type = type(node)
-    if issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction":
+    if kind not in _saved:
+        outside = issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction"
+        _saved[kind] = None if outside else tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    names = _saved[kind]
+    if names is None:
         return True
-    if kind not in _saved_names:
-        _saved_names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    for name in _saved_names[kind]:
+    for name in names:
         saved = getattr(node, name)
-        for tensor in saved if isinstance(saved, list | tuple) else (saved,):
+        for tensor in saved if type(saved) in (tuple, list) else (saved,):
             if getattr(tensor, "unpack_hook", None) is not None:
                 return True
     return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipeloom.runtime.split_backward import Gradients, SplitBackward
+from pipeloom.runtime.split_backward import Gradients, SplitBackward, Waiting, backward
 
 
 def without_autocast() -> AbstractContextManager[object]:
@@ -81,10 +81,10 @@ class Tape:
 
         `gradients` are those of `roots`, in order; None stands for a root that nobody used.
         """
-        used = [(root, each) for root, each in zip(self.roots, gradients, strict=True) if each is not None]
-        if used:
+        starts = self._starts(gradients)
+        if starts:
             with without_autocast():
-                torch.autograd.backward([root for root, _ in used], [each for _, each in used])
+                backward(starts)
         found = []
         for leaf in self.leaves:
             found.append(leaf.grad)
@@ -94,8 +94,7 @@ class Tape:
 
     def inputs(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Run I: the gradients of the inputs alone; what W needs is kept. `gradients` are as for `whole`."""
-        pairs = zip(self.roots, gradients, strict=True)
-        split = SplitBackward([(_edge(root), each) for root, each in pairs if each is not None])
+        split = SplitBackward(self._starts(gradients))
         found: Gradients | None = [None] * len(self.leaves)
         with without_autocast():
             if self.leaves:
@@ -112,6 +111,10 @@ class Tape:
         assert split is not None, "W runs after I"
         with without_autocast():
             split.weights()
+
+    def _starts(self, gradients: Sequence[Tensor | None]) -> Waiting:
+        pairs = zip(self.roots, gradients, strict=True)
+        return [(_edge(root), each) for root, each in pairs if each is not None]
 
     def _forget(self) -> None:
         self.leaves, self._entries, self.roots = [], [], []
