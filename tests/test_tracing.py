@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from itertools import pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -55,6 +57,28 @@ def traced(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_really_ran(name: str) -> None:
     launch(traced, 2, name)
+
+
+def profiled() -> None:
+    schedule = make("DualPipeV", 2, 4)
+    modules = gpt(schedule.stages)
+    stages = [pl.Stage(modules[stage], stage) for stage in schedule.stages_of(dist.get_rank())]
+    pipe = pl.Pipeline(stages, schedule, loss_fn=cross_entropy)
+    x, y = text(8, seed=0)
+    arguments = [x] if pipe.first else []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pipe.step(*arguments, target=y if pipe.last else None)
+    row = pl.lower(schedule).rows[dist.get_rank()]
+    names = Counter(event.name for event in profile.events())
+    for cell in row:
+        assert names[f"pipeloom::{cell}"] == 1, cell
+        for part in cell.parts:
+            assert names[f"pipeloom::{part}"] == 1, (cell, part)
+    pipe.close()
+
+
+def test_the_profiler_shows_each_action_by_name() -> None:
+    launch(profiled, 2)
 
 
 def test_there_is_none_before_the_first_step() -> None:

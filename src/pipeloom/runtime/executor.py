@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 
 from pipeloom.action import Action, Kind
@@ -129,10 +131,13 @@ class Run:
     def walk(self, steps: Sequence[Step], times: Times) -> None:
         """Make every call, in order, and note in `times` when each action ran.
 
-        Whatever an action raises goes on to the caller, with a note that says which action it was.
+        While PyTorch's profiler records, each action bears its cell's name there. Whatever an action raises goes on
+        to the caller, with a note that says which action it was.
         """
         self._times = times
         now = times.now
+        if profiler._is_profiler_enabled:
+            steps = [_recorded(step) for step in steps]
         try:
             for call, self.cell, self._number in steps:
                 self._ready = now()
@@ -341,22 +346,23 @@ class Run:
         """Run one compute action as it is."""
         COMPUTING[action.kind](self, action.stage, action.microbatch)
 
-    def parts(self, cell: Action, sends: Sequence[tuple[int, Call, int]], first: int) -> None:
+    def parts(self, cell: Action, sends: Sequence[tuple[int, Step]], first: int) -> None:
         """Run a composite, or an action whose kind has a function of its own.
 
-        `sends` follow the cell in the row, each with the part that it waits for and its number. They leave in that
-        order, and as soon as the part is done. `first` is the number of the first part.
+        `sends` follow the cell in the row, each after the part that it waits for. They leave in that order, and as soon
+        as the part is done. `first` is the number of the first part.
         """
-        waiting = deque(sends)
+        recorded = profiler._is_profiler_enabled
+        waiting = deque((maker, _recorded(step) if recorded else step) for maker, step in sends)
         times = self._times
 
         def done(index: int) -> None:
             times.ends[first + index] = times.now()
             while waiting and parts[waiting[0][0]].finished:
-                _, send, number = waiting.popleft()
-                times.starts[number] = times.now()
-                send(self)
-                times.ends[number] = times.now()
+                _, send = waiting.popleft()
+                times.starts[send.number] = times.now()
+                send.call(self)
+                times.ends[send.number] = times.now()
 
         registered = self.work.registered
         parts = [
@@ -367,7 +373,8 @@ class Run:
         if function is None:
             for index, part in enumerate(parts):
                 self._ready = times.now()
-                part()
+                with _name(part.action) if recorded else nullcontext():
+                    part()
                 times.starts[first + index] = self._ready
         else:
             times.starts[first : first + len(parts)] = [times.now()] * len(parts)
@@ -386,6 +393,19 @@ COMPUTING: dict[Kind, Callable[..., None]] = {
     Kind.I: Run.backward_inputs,
     Kind.W: Run.backward_weights,
 }
+
+
+def _name(action: Action) -> profiler.record_function:
+    """The action's name for the profiler, which would take a bare `2F0` for a C++ symbol, and write F0."""
+    return profiler.record_function(f"pipeloom::{action}")
+
+
+def _recorded(step: Step) -> Step:
+    def call(run: Run) -> None:
+        with _name(step.cell):
+            step.call(run)
+
+    return step._replace(call=call)
 
 
 def _cut(tensor: Tensor) -> Tensor:

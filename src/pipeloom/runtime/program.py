@@ -43,9 +43,9 @@ class Program:
             if cell.kind not in self.work.registered and not cell.parts:
                 self.steps.append(Step(self._compile(cell), cell, number))
                 continue
-            sends: list[tuple[int, Call, int]] = []
+            sends: list[tuple[int, Step]] = []
             while at < len(row) and (maker := _maker(row[at], cell)) is not None:
-                sends.append((maker, self._compile(row[at]), self.actions))
+                sends.append((maker, Step(self._compile(row[at]), row[at], self.actions)))
                 at += 1
                 self.actions += 1
             self.steps.append(Step(partial(Run.parts, cell=cell, sends=sends, first=number), cell, UNTIMED))
