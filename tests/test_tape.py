@@ -189,12 +189,20 @@ def _plain(module: nn.Module, seed: int) -> Tensor | None:
     return x.grad
 
 
+def _left(tape: Tape, value: object) -> list[Tensor]:
+    """Gradients for what a module returned, which has left on the tape."""
+    outputs = _outputs(value)
+    for output in outputs:
+        tape.leave(output)
+    return _gradients(outputs)
+
+
 def _taped(module: nn.Module, seed: int, *, split: bool) -> Tensor | None:
     tape = Tape()
-    tape.roots = _outputs(module(tape.enter(_input(seed))))
+    gradients = _left(tape, module(tape.enter(_input(seed))))
     if not split:
-        return tape.whole(_gradients(tape.roots))[0]
-    (gradient,) = tape.inputs(_gradients(tape.roots))
+        return tape.whole(gradients)[0]
+    (gradient,) = tape.inputs(gradients)
     tape.weights()
     return gradient
 
@@ -243,8 +251,7 @@ def test_what_cannot_be_divided_says_so() -> None:
 def test_inputs_leaves_parameters_alone() -> None:
     block = Block()
     tape = Tape()
-    tape.roots = _outputs(block(tape.enter(_input(0))))
-    tape.inputs(_gradients(tape.roots))
+    tape.inputs(_left(tape, block(tape.enter(_input(0)))))
     assert all(parameter.grad is None for parameter in block.parameters())
     tape.weights()
     assert all(parameter.grad is not None for parameter in block.parameters())
@@ -253,8 +260,7 @@ def test_inputs_leaves_parameters_alone() -> None:
 def test_an_input_that_wants_no_gradient_gets_none() -> None:
     block = Block()
     tape = Tape()
-    tape.roots = _outputs(block(tape.enter(_input(0).detach())))
-    assert tape.inputs(_gradients(tape.roots)) == []
+    assert tape.inputs(_left(tape, block(tape.enter(_input(0).detach())))) == []
     tape.weights()
     assert all(parameter.grad is not None for parameter in block.parameters())
 
@@ -263,7 +269,7 @@ def test_an_input_that_wants_no_gradient_gets_none() -> None:
 def test_views_of_an_expanded_input_may_change(split: bool) -> None:
     x = torch.randn(3, 1).expand(3, 2).requires_grad_()
     tape = Tape()
-    tape.roots = [tape.enter(x)[:, 0].mul_(2)]
+    tape.leave(tape.enter(x)[:, 0].mul_(2))
     found = tape.inputs([torch.ones(3)]) if split else tape.whole([torch.ones(3)])
     assert torch.equal(found[0], torch.tensor([[2.0, 0.0]] * 3))  # type: ignore[arg-type]
 
@@ -273,7 +279,8 @@ def test_an_unused_output_brings_nothing() -> None:
     for split in (False, True):
         tied.zero_grad()
         tape = Tape()
-        tape.roots = _outputs(tied(tape.enter(_input(0))))
+        for output in _outputs(tied(tape.enter(_input(0)))):
+            tape.leave(output)
         nothing: list[Tensor | None] = [None, None]
         assert (tape.inputs(nothing) if split else tape.whole(nothing)) == [None]
         if split:
@@ -288,8 +295,7 @@ def test_kept_inputs_and_gradients_never_change() -> None:
         tape = Tape()
         x = tape.enter(_input(seed))
         x.register_hook(kept.append)
-        tape.roots = _outputs(module(x))
-        (gradient,) = tape.whole(_gradients(tape.roots))
+        (gradient,) = tape.whole(_left(tape, module(x)))
         assert gradient is not None
         kept.append(gradient)
         if seed == 0:

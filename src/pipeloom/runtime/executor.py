@@ -253,11 +253,12 @@ class Run:
             for target, value in zip(targets, values, strict=True):
                 self._values[stage, target, microbatch] = marked(value) if shared else value
             if self.train:
-                skipping = [tensor for tensor in tensors(skip) if tensor.requires_grad]
-                tape.roots = skipping + [tensor for tensor in tensors(chain) if tensor.requires_grad]
+                for tensor in (*tensors(skip), *tensors(chain)):
+                    tape.leave(tensor)
         if self.train:
-            tape.roots += self._added
-            tape.added, self._added = len(self._added), []
+            for loss in self._added:
+                tape.lose(loss)
+            self._added = []
             self._tapes[stage, microbatch] = tape
 
     def _outward(self, stage: int, output: Any) -> tuple[Any, Any]:
@@ -292,7 +293,7 @@ class Run:
                 raise TypeError("loss_fn returned a loss that no gradient flows from; leave out detach() and no_grad")
             self.losses[microbatch] = loss.detach()
             if self.train and loss.requires_grad:
-                tape.roots = [self._weighted(loss, microbatch)]
+                tape.lose(self._weighted(loss, microbatch))
         if self._keep:
             self.outputs[microbatch] = map_tensors(Tensor.detach, output, f"the output of stage {stage}")
 
@@ -302,11 +303,10 @@ class Run:
             self._randomness.backward(self._step, microbatch)
         tape = self._tapes[stage, microbatch]
         if self._wiring.last(stage):
-            return [torch.ones_like(root) for root in tape.roots]
+            return list(tape.ones)
         chain, *skips = [self._take((target, stage, microbatch)) for target in self._wiring.targets(stage)]
         # Added up as the engine would: it runs the latest stage first, and the chain last.
-        ones = [torch.ones_like(root) for root in tape.roots[len(tape.roots) - tape.added :]]
-        return [*_add_up(reversed(skips)), *chain, *ones]
+        return [*_add_up(reversed(skips)), *chain, *tape.ones]
 
     def end_backward(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         """Hand the gradients of the stage's inputs to the stages they came from."""

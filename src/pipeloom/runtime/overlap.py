@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from pipeloom.action import Action, Kind
 from pipeloom.runtime.split_backward import Gradients
@@ -68,8 +69,9 @@ class Part:
         return dict(self._begin()[2])
 
     @property
-    def outputs(self) -> Sequence[Tensor]:
-        """Backward: where it starts, in order: the outputs that want a gradient, or the weighted loss."""
+    def outputs(self) -> Sequence[GradientEdge]:
+        """Backward: where it starts, in order: the edges of the graph at outputs that want a gradient, then at losses;
+        `torch.autograd.backward` and `grad` take them in place of tensors."""
         return self._tape.roots
 
     @property

@@ -42,17 +42,18 @@ class Tape:
     The whole backward (B) is `whole`; the split one is `inputs` (I), then `weights` (W).
     """
 
-    __slots__ = ("_entries", "_notes", "_split", "added", "leaves", "roots", "taken", "watched")
+    __slots__ = ("_entries", "_notes", "_split", "leaves", "ones", "roots", "taken", "watched")
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         """The inputs that want a gradient."""
         self.taken: list[int] = []
         """How many of `leaves` there were after each stage that feeds this one."""
-        self.roots: list[Tensor] = []
-        """Where the backward starts: the outputs that want a gradient, or the weighted loss."""
-        self.added = 0
-        """How many of `roots`, the last ones, are losses that were added beside the outputs."""
+        self.roots: list[GradientEdge] = []
+        """Where the backward starts: the outputs that want a gradient, then the weighted losses. These are edges of the
+        graph, so that an output is not kept for its backward alone."""
+        self.ones: list[Tensor] = []
+        """The gradients of the losses among `roots`, the last ones."""
         self.watched: list[tuple[Tensor, int]] = []
         """Inputs that the forward must not change in place, and their versions before it."""
         self._entries: list[Node] = []
@@ -75,6 +76,16 @@ class Tape:
         assert inner.grad_fn is not None
         self._entries.append(inner.grad_fn)
         return inner
+
+    def leave(self, output: Tensor) -> None:
+        """Let the backward start at `output`, if it wants a gradient."""
+        if output.requires_grad:
+            self.roots.append(get_gradient_edge(output))
+
+    def lose(self, loss: Tensor) -> None:
+        """Let the backward start at `loss`, after all outputs."""
+        self.roots.append(get_gradient_edge(loss))
+        self.ones.append(torch.ones_like(loss))
 
     def whole(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Run B: gradients reach the parameters and come back for the inputs, None for an input that got none.
@@ -113,14 +124,7 @@ class Tape:
             split.weights()
 
     def _starts(self, gradients: Sequence[Tensor | None]) -> Waiting:
-        pairs = zip(self.roots, gradients, strict=True)
-        return [(_edge(root), each) for root, each in pairs if each is not None]
+        return [(root, each) for root, each in zip(self.roots, gradients, strict=True) if each is not None]
 
     def _forget(self) -> None:
-        self.leaves, self._entries, self.roots = [], [], []
-
-
-def _edge(tensor: Tensor) -> GradientEdge:
-    if tensor.grad_fn is None:
-        return get_gradient_edge(tensor)
-    return GradientEdge(tensor.grad_fn, tensor.output_nr)
+        self.leaves, self._entries, self.roots, self.ones = [], [], [], []
