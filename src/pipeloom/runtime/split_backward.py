@@ -18,9 +18,10 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -29,8 +30,8 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_g
 
 Gradients = list[Tensor | None]
 Waiting = list[tuple[GradientEdge, Tensor]]
-Sides = list[tuple[int, GradientEdge]]
-"""The sides of one join: the number of the gradient that it computes for a side, and where that goes."""
+Join = tuple[Node, list[tuple[int, GradientEdge]]]
+"""A join and its sides: the number of the gradient that it computes for a side, and where that goes."""
 
 _INDIVISIBLE = {
     "CheckpointFunctionBackward": "activation checkpointing with use_reentrant=True",
@@ -42,14 +43,15 @@ _INDIVISIBLE = {
 class SplitBackward:
     """One backward in two parts, from gradients that arrive at some edges."""
 
-    __slots__ = ("_arrived", "_sides", "_waiting")
+    __slots__ = ("_arrived", "_joins", "_waiting")
 
     def __init__(self, roots: Waiting) -> None:
         self._waiting = roots
         """Gradients that wait at edges; after I, at edges from which only parameters are reached."""
-        self._arrived: dict[Node, Gradients] = {}
-        """What arrived at each join that W calls again, in the order in which I ran them."""
-        self._sides: dict[Node, Sides] = {}
+        self._joins: list[Join] = []
+        """Those that W calls again."""
+        self._arrived: dict[int, Gradients] = {}
+        """What arrived at each of these, in the order in which I ran them."""
 
     def inputs(self, entries: Sequence[Node]) -> Gradients | None:
         """Run I, down to the inputs that enter the graph at `entries`.
@@ -70,24 +72,24 @@ class SplitBackward:
         again, once = plan.joins(nodes)
         captures = once
         if not (plan.ordered if not once else plan.few):
-            again, starts, waiting = {}, self._waiting, []
+            again, starts, waiting = [], self._waiting, []
             captures = [GradientEdge(nodes[index], 0) for index in plan.leaves]
-        self._arrived, self._sides = {}, again
-        hooks = [node.register_prehook(partial(self._arrived.__setitem__, node)) for node in again]
+        self._joins = again
+        for number, (node, _) in enumerate(again):  # not to be removed, as it keeps nothing once W has run
+            node.register_prehook(partial(self._arrived.__setitem__, number))
         into = [GradientEdge(*cast(tuple[Node, int], entry.next_functions[0])) for entry in entries]
         found = _gradients(starts, into + captures)
-        for hook in hooks:
-            hook.remove()
         at_sides = zip(captures, found[len(into) :], strict=True)
         self._waiting = waiting + [(edge, gradient) for edge, gradient in at_sides if gradient is not None]
         return list(found[: len(into)])
 
     def weights(self) -> None:
         """Run W: the joins for their sides, then the engine from there to the parameters."""
-        waiting, arrived, sides = self._waiting, self._arrived, self._sides
-        self._waiting, self._arrived, self._sides = [], {}, {}
-        if arrived:
-            waiting = waiting + _call(arrived, sides)
+        waiting = self._waiting
+        if self._arrived:
+            waiting = waiting + _call([(*self._joins[number], each) for number, each in self._arrived.items()])
+        self._arrived.clear()
+        self._waiting, self._joins = [], []
         if waiting:
             backward(waiting)
 
@@ -150,7 +152,7 @@ class _Gates(threading.local):
 _gates = _Gates()
 
 
-def _call(arrived: dict[Node, Gradients], sides: dict[Node, Sides]) -> Waiting:
+def _call(joins: Sequence[tuple[Node, list[tuple[int, GradientEdge]], Gradients]]) -> Waiting:
     """Call each join with the gradients that arrived at it, for its sides alone.
 
     Inside the engine a node computes only those of its gradients that the running task asks for: so the joins are
@@ -159,15 +161,15 @@ def _call(arrived: dict[Node, Gradients], sides: dict[Node, Sides]) -> Waiting:
     results: Waiting = []
 
     def call() -> None:
-        for node, gradients in arrived.items():
+        for node, sides, gradients in joins:
             found = cast(Any, node)(*gradients)
             if type(found) is not tuple:
                 found = (found,)
-            for index, edge in sides[node]:
+            for index, edge in sides:
                 if found[index] is not None:
                     results.append((edge, found[index]))
 
-    asked = [edge for node in arrived for _, edge in sides[node]]
+    asked = [edge for _, sides, _ in joins for _, edge in sides]
     _gates.on(asked[0].node._input_metadata[asked[0].output_nr].device).run(call, asked)
     return results
 
@@ -190,16 +192,16 @@ class _Plan:
     few: bool
     """Whether nowhere beside the path three gradients or more come together."""
 
-    def joins(self, nodes: Sequence[Node]) -> tuple[dict[Node, Sides], list[GradientEdge]]:
-        """The joins that W calls again with their sides, and the sides of those that must run only once."""
-        again: dict[Node, Sides] = {}
+    def joins(self, nodes: Sequence[Node]) -> tuple[list[Join], list[GradientEdge]]:
+        """The joins that W calls again, and the sides of those that must run only once."""
+        again: list[Join] = []
         once: list[GradientEdge] = []
         for index, sides in self.sides:
             edges = [(number, GradientEdge(nodes[side], slot)) for number, side, slot in sides]
             if _runs_once(nodes[index]):
                 once += [edge for _, edge in edges]
             else:
-                again[nodes[index]] = edges
+                again.append((nodes[index], edges))
         return again, list(dict.fromkeys(once))
 
 
@@ -274,22 +276,31 @@ def _plan(
     )
 
 
-_saved: dict[type, tuple[str, ...] | None] = {}
-"""The attributes that hold the saved tensors of a kind of node; None for one from outside of torch."""
+_finders: dict[type, Callable[[Node], Iterable[object]]] = {}
 
 
 def _runs_once(node: Node) -> bool:
     """Whether a node must not be called twice: one from outside of torch, or whose saved tensors are recomputed."""
     kind: type = type(node)
-    if kind not in _saved:
-        outside = issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction"
-        _saved[kind] = None if outside else tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    names = _saved[kind]
-    if names is None:
-        return True
+    if kind not in _finders:
+        _finders[kind] = _finder(node)
+    return any(_finders[kind](node))
+
+
+def _finder(some: Node) -> Callable[[Node], Iterable[object]]:
+    """What finds the hooks of the tensors that a node of this kind has saved; of what is from outside, a true value."""
+    kind: type = type(some)
+    if issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction":
+        return lambda _: (True,)
+    names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    if any(isinstance(getattr(some, name), list | tuple) for name in names):
+        return partial(_each_hook, names)
+    hooks = [f"{name}.unpack_hook" for name in names]
+    return attrgetter(*hooks, hooks[0]) if hooks else lambda _: ()
+
+
+def _each_hook(names: Sequence[str], node: Node) -> Iterable[object]:
     for name in names:
         saved = getattr(node, name)
-        for tensor in saved if type(saved) in (tuple, list) else (saved,):
-            if getattr(tensor, "unpack_hook", None) is not None:
-                return True
-    return False
+        for tensor in saved if isinstance(saved, list | tuple) else (saved,):
+            yield getattr(tensor, "unpack_hook", None)
