@@ -22,6 +22,7 @@ bench: $(STAMP)
 	for ranks in 2 4; do $(VENV)/bin/python -W ignore benchmarks/steps.py --stages tiny --ranks $$ranks; done
 	$(VENV)/bin/python -W ignore benchmarks/steps.py --stages small --microbatches 32
 	$(VENV)/bin/python benchmarks/backward.py
+	$(VENV)/bin/python -W ignore benchmarks/evaluation.py
 	$(VENV)/bin/python -W ignore benchmarks/memory.py
 
 lint: $(STAMP)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from statistics import median
 from typing import Any
 
 import torch
+from beside import machine
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as theirs
 
@@ -39,7 +38,8 @@ class Block(nn.Module):
         q, k, v = self.attend(self.before(x)).view(samples, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.join(y.transpose(1, 2).reshape(samples, length, width))
-        return x + self.narrow(nn.functional.gelu(self.widen(self.between(x))))
+        found: Tensor = x + self.narrow(nn.functional.gelu(self.widen(self.between(x))))
+        return found
 
 
 STAGES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -83,7 +83,9 @@ def measure(name: str, runs: int) -> dict[str, dict[str, float]]:
     times: dict[str, dict[str, list[float]]] = {"ours": {part: [] for part in PARTS}, "torch": {p: [] for p in PARTS}}
     for run in range(runs + 10):
         for side, backward in (("ours", ours), ("torch", torchs)):
-            whole, split = (backward(module, torch.randn(shape).requires_grad_(), split=split) for split in (0, 1))
+            whole, split = (
+                backward(module, torch.randn(shape).requires_grad_(), split=split) for split in (False, True)
+            )
             if run >= 10:
                 for part, start, end in zip(PARTS, [whole[0], *split], [whole[1], *split[1:]], strict=False):
                     times[side][part].append(1e6 * (end - start))
@@ -96,12 +98,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the medians as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
     found: dict[str, Any] = {name: measure(name, options.runs) for name in STAGES}
     if options.json:
-        print(json.dumps({"machine": machine, "unit": "microseconds", "times": found}))
+        print(json.dumps({"machine": machine(), "unit": "microseconds", "times": found}))
         return
-    print(f"median microseconds, one thread ({machine})")
+    print(f"median microseconds, one thread ({machine()})")
     for name, sides in found.items():
         for side, parts in sides.items():
             ratio = (parts["I"] + parts["W"]) / parts["B"]

@@ -12,18 +12,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
-import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from steps import TORCH, layer, loss_fn
+from beside import TORCH, layer, loss_fn, machine, torch_schedule
 from torch import Tensor, nn
-from torch.distributed import pipelining
 
 import pipeloom as pl
 from pipeloom.runtime.launcher import launch
@@ -68,13 +64,11 @@ def measure(side: str, name: str, microbatches: int, folder: str) -> None:
     x, y = (torch.randn(SAMPLES * microbatches, LENGTH, WIDTH) for _ in range(2))
     step: Callable[[], object]
     if side == "torch":
-        wheres = [pipelining.PipelineStage(modules[i], i, schedule.stages, torch.device("cpu")) for i in stages]
-        several = name not in ("GPipe", "1F1B")
-        their: Any = TORCH[name](wheres if several else wheres[0], microbatches, loss_fn=loss_fn)  # type: ignore[abstract]  # TORCH is typed by their base class
-        given = {"target": y} if schedule.stages - 1 in stages else {}
+        their = torch_schedule(name, modules, schedule.stages, microbatches)
+        target = y if schedule.stages - 1 in stages else None
 
         def step() -> object:
-            return their.step(*([x] if 0 in stages else []), return_outputs=False, **given)
+            return their.step(*([x] if 0 in stages else []), target=target, return_outputs=False)
     else:
         pipe = pl.Pipeline([pl.Stage(module, index) for index, module in modules.items()], schedule, loss_fn=loss_fn)
 
@@ -99,10 +93,9 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--json", action="store_true", help="print bytes, by schedule, microbatches, side and rank")
     options = parser.parse_args()
-    machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
     found: dict[str, dict[int, dict[str, list[float]]]] = {}
     if not options.json:
-        print(f"MiB that each of {options.ranks} ranks holds at most in a step ({machine})")
+        print(f"MiB that each of {options.ranks} ranks holds at most in a step ({machine()})")
     for name in options.schedules:
         for microbatches in options.microbatches:
             row: dict[str, list[float]] = {}
@@ -117,7 +110,7 @@ def main() -> None:
                 cells = (f"{side}{''.join(f'{size / 2**20:7.0f}' for size in sizes)}" for side, sizes in row.items())
                 print(f"{name:>22} m={microbatches:<4} {'   '.join(cells)}", flush=True)
     if options.json:
-        print(json.dumps({"machine": machine, "unit": "bytes", "held": found}))
+        print(json.dumps({"machine": machine(), "unit": "bytes", "held": found}))
 
 
 if __name__ == "__main__":

@@ -13,37 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from beside import TORCH, layer, loss_fn, machine, torch_schedule
 from torch import Tensor, nn
-from torch.distributed import pipelining
-from torch.distributed.pipelining import schedules as theirs
 
 import pipeloom as pl
 from pipeloom.runtime.launcher import launch
-
-TORCH = {
-    "GPipe": pipelining.ScheduleGPipe,
-    "1F1B": pipelining.Schedule1F1B,
-    "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
-    "LoopedBFS": pipelining.ScheduleLoopedBFS,
-    "InterleavedZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": pipelining.ScheduleZBVZeroBubble,
-    "DualPipeV": theirs.ScheduleDualPipeV,
-}
-
-
-def layer(width: int) -> nn.Module:
-    return nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
 
 
 def stage(kind: str, stages: int) -> nn.Module:
@@ -59,10 +42,6 @@ def batch(kind: str, microbatches: int) -> Tensor:
     return torch.randn(shape[0] * microbatches, *shape[1:])
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def sides(kind: str, name: str, microbatches: int) -> dict[str, Callable[[], None]]:
     """One step of each side."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -70,16 +49,15 @@ def sides(kind: str, name: str, microbatches: int) -> dict[str, Callable[[], Non
     x, y = batch(kind, microbatches), batch(kind, microbatches)
     held = schedule.stages_of(rank)
     modules = {index: stage(kind, schedule.stages) for index in held}
-    wheres = [pipelining.PipelineStage(modules[index], index, schedule.stages, torch.device("cpu")) for index in held]
-    multiple = name not in ("GPipe", "1F1B")
-    their: Any = TORCH[name](wheres if multiple else wheres[0], microbatches, loss_fn=loss_fn)  # type: ignore[abstract]
+    their = torch_schedule(name, modules, schedule.stages, microbatches)
     found: dict[str, Callable[[], None]] = {}
-    for transport in ("local", "torch"):
+    transports: tuple[Literal["local", "torch"], ...] = ("local", "torch")
+    for transport in transports:
         pipe = pl.Pipeline(
             [pl.Stage(module, index) for index, module in modules.items()],
             schedule,
             loss_fn=loss_fn,
-            transport=transport,  # type: ignore[arg-type]
+            transport=transport,
         )
 
         def ours(pipe: pl.Pipeline = pipe) -> None:
@@ -120,16 +98,15 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=list(TORCH), default=list(TORCH), metavar="NAME")
     parser.add_argument("--json", action="store_true", help="print the times as JSON")
     options = parser.parse_args()
-    machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
     found = {}
     for name in options.schedules:
         with tempfile.TemporaryDirectory() as folder:
             launch(measure, options.ranks, options.stages, name, options.microbatches, options.runs, folder)
             found[name] = json.loads(Path(folder, "times.json").read_text())
     if options.json:
-        print(json.dumps({"machine": machine, "unit": "milliseconds a step", "times": found}))
+        print(json.dumps({"machine": machine(), "unit": "milliseconds a step", "times": found}))
         return
-    print(f"{options.stages} stages, {options.ranks} ranks, {options.microbatches} microbatches ({machine})")
+    print(f"{options.stages} stages, {options.ranks} ranks, {options.microbatches} microbatches ({machine()})")
     print("median milliseconds a step [quartiles], and the median of the ratios to torch, run by run")
     for name, times in found.items():
         cells = []
