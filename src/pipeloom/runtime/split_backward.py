@@ -8,9 +8,15 @@ A graph is looked at once for each structure:
 * W calls each join again with that gradient, for its sides alone, and lets the engine carry the results on to the
   parameters.
 
-A join whose saved tensors are recomputed when read (activation checkpointing), or which is a function from outside of
-torch, must not be called twice: I captures the gradients of its sides, and W only carries them on. A graph that cannot
-be divided at all is left to a whole backward.
+What lies below the sides falls into *groups* that share nothing. A group runs early, whole and in I, and leaves to W
+only to add up at the parameters, where dividing it would not be the same:
+
+* one of its joins must not be called twice, since its saved tensors are recomputed when read (activation
+  checkpointing) or it is a function from outside of torch;
+* three gradients or more come together, some from joins and some from other nodes, and W, which runs all joins first,
+  would add them up in another order.
+
+A graph that cannot be divided at all is left to a whole backward.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -64,23 +70,21 @@ class SplitBackward:
         if plan.indivisible:
             warnings.warn(f"{plan.indivisible} takes no split backward: its stage runs all of it at I", stacklevel=2)
             return None
-        starts_at = {nodes[index] for index in plan.roots}
-        if not starts_at:
+        if not plan.roots:
             return [None] * len(entries)
+        early = plan.early(nodes)
+        starts_at = {nodes[index] for index in plan.roots}
+        starts_at |= {nodes[index] for index, group in plan.other_roots if group in early}
         starts = [pair for pair in self._waiting if pair[0].node in starts_at]
         waiting = [pair for pair in self._waiting if pair[0].node not in starts_at]
-        again, once = plan.joins(nodes)
-        captures = once
-        if not (plan.ordered if not once else plan.few):
-            again, starts, waiting = [], self._waiting, []
-            captures = [GradientEdge(nodes[index], 0) for index in plan.leaves]
-        self._joins = again
-        for number, (node, _) in enumerate(again):  # not to be removed, as it keeps nothing once W has run
+        self._joins = plan.joins(nodes, early)
+        for number, (node, _) in enumerate(self._joins):  # not to be removed, as it keeps nothing once W has run
             node.register_prehook(partial(self._arrived.__setitem__, number))
         into = [GradientEdge(*cast(tuple[Node, int], entry.next_functions[0])) for entry in entries]
-        found = _gradients(starts, into + captures)
-        at_sides = zip(captures, found[len(into) :], strict=True)
-        self._waiting = waiting + [(edge, gradient) for edge, gradient in at_sides if gradient is not None]
+        ends = [GradientEdge(nodes[index], 0) for index, group in plan.leaves if group in early]
+        found = _gradients(starts, into + ends)
+        at_ends = zip(ends, found[len(into) :], strict=True)
+        self._waiting = waiting + [(edge, gradient) for edge, gradient in at_ends if gradient is not None]
         return list(found[: len(into)])
 
     def weights(self) -> None:
@@ -176,33 +180,37 @@ def _call(joins: Sequence[tuple[Node, list[tuple[int, GradientEdge]], Gradients]
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is to be done for graphs of one structure, in numbers of nodes."""
+    """What is to be done for graphs of one structure, in numbers of nodes and of groups."""
 
     indivisible: str
     """What keeps the graph from being divided, if anything."""
     roots: frozenset[int]
     """The roots on the path."""
-    sides: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
-    """Each join, and its sides: the number of the gradient, and the node and the input of it to which that goes."""
-    leaves: tuple[int, ...]
-    """Where gradients end up in parameters."""
-    ordered: bool
-    """Whether W, which runs all joins first, adds gradients up in the order of a whole backward: where three or more
-    come together it matters whether some come from joins and some from other nodes."""
-    few: bool
-    """Whether nowhere beside the path three gradients or more come together."""
+    other_roots: tuple[tuple[int, int], ...]
+    """The others, with their groups."""
+    sides: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...]
+    """Each join, and its sides: the number of the gradient, the node and the input of it to which that goes, and the
+    group of that."""
+    leaves: tuple[tuple[int, int], ...]
+    """Where gradients end up in parameters, with their groups."""
+    unordered: frozenset[int]
+    """The groups in which W would add gradients up in another order than a whole backward."""
 
-    def joins(self, nodes: Sequence[Node]) -> tuple[list[Join], list[GradientEdge]]:
-        """The joins that W calls again, and the sides of those that must run only once."""
-        again: list[Join] = []
-        once: list[GradientEdge] = []
+    def early(self, nodes: Sequence[Node]) -> Set[int]:
+        """The groups that I runs."""
+        once = (sides for index, sides in self.sides if _runs_once(nodes[index]))
+        return self.unordered.union(group for sides in once for *_, group in sides)
+
+    def joins(self, nodes: Sequence[Node], early: Set[int]) -> list[Join]:
+        """The joins that W calls again, for their sides outside of the groups that I ran."""
+        found: list[Join] = []
         for index, sides in self.sides:
-            edges = [(number, GradientEdge(nodes[side], slot)) for number, side, slot in sides]
-            if _runs_once(nodes[index]):
-                once += [edge for _, edge in edges]
-            else:
-                again.append((nodes[index], edges))
-        return again, list(dict.fromkeys(once))
+            later = [
+                (number, GradientEdge(nodes[side], slot)) for number, side, slot, group in sides if group not in early
+            ]
+            if later:
+                found.append((nodes[index], later))
+        return found
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
@@ -227,6 +235,7 @@ def _look(roots: Sequence[GradientEdge], entries: Sequence[Node]) -> tuple[list[
             continue
         for after, output in node.next_functions:
             if after is None:
+                structure.append(None)
                 continue
             found = number.get(after)
             if found is None:
@@ -262,18 +271,41 @@ def _plan(
         path.update(new)
         reached += new
     names = {type(nodes[index]).__name__ for index in path} & _INDIVISIBLE.keys()
-    sides = [(index, tuple(edge for edge in below[index] if edge[1] not in path)) for index in sorted(path)]
     beside = [index for index in range(len(nodes)) if index not in path]
-    from_joins = Counter(after for _, edges in sides for _, after, _ in edges)
+    groups = _groups(beside, [[after for _, after, _ in edges] for edges in below])
+    sides = [
+        (index, tuple((*edge, groups[edge[1]]) for edge in below[index] if edge[1] not in path))
+        for index in sorted(path)
+    ]
+    from_joins = Counter(after for _, edges in sides for _, after, *_ in edges)
     from_others = Counter(after for index in beside for _, after, _ in below[index])
+    mixed = [node for node, count in from_joins.items() if from_others[node] and count + from_others[node] > 2]
+    starts = {number[root.node] for root in roots}
     return _Plan(
         indivisible=_INDIVISIBLE[min(names)] if names else "",
-        roots=frozenset(number[root.node] for root in roots) & path,
+        roots=frozenset(starts & path),
+        other_roots=tuple((index, groups[index]) for index in sorted(starts - path)),
         sides=tuple((index, edges) for index, edges in sides if edges),
-        leaves=tuple(index for index in beside if not below[index]),
-        ordered=all(count + from_others[node] < 3 for node, count in from_joins.items() if from_others[node]),
-        few=all(from_joins[index] + from_others[index] < 3 for index in beside),
+        leaves=tuple((index, groups[index]) for index in beside if not below[index]),
+        unordered=frozenset(groups[node] for node in mixed),
     )
+
+
+def _groups(nodes: Sequence[int], below: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The group of each node: those that edges connect, directly or not."""
+    members = {node: [node] for node in nodes}
+    groups = {node: node for node in nodes}
+    for node in nodes:
+        for after in below[node]:
+            one, other = groups[node], groups[after]
+            if one == other:
+                continue
+            if len(members[one]) < len(members[other]):
+                one, other = other, one
+            for each in members[other]:
+                groups[each] = one
+            members[one] += members.pop(other)
+    return groups
 
 
 _finders: dict[type, Callable[[Node], Iterable[object]]] = {}
