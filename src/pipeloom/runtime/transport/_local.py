@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -35,7 +37,11 @@ class LocalTransport:
             connection.begin(number)
 
     def send(self, rank: int, value: Tree) -> None:
-        self._connections[rank].send(*pack(value))
+        self.send_packed(rank, *pack(value))
+
+    def send_packed(self, rank: int, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        """Send what `pack` made of a value."""
+        self._connections[rank].send(header, tensors)
 
     def receive(self, rank: int) -> Pending:
         return self._connections[rank].posted.post()
