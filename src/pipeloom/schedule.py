@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import attrgetter
 
 from pipeloom._reading import read_source
 from pipeloom.action import COMMUNICATION, SHARDING, Action, Kind
 from pipeloom.errors import ScheduleError
 from pipeloom.wiring import Wiring
+
+_kind = attrgetter("kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Schedule:
     wiring: Wiring
     microbatches: int
     name: str = field(default="schedule", compare=False)
+    proven: tuple[tuple[int, int], ...] | None = field(default=None, init=False, compare=False, repr=False)
+    """The placement for which `pipeloom.check` has found nothing wrong: it need not look again."""
 
     @classmethod
     def from_rows(
@@ -92,14 +97,23 @@ class Schedule:
         return self.wiring.total
 
     @property
+    def actions(self) -> int:
+        """How many actions the rows hold, the parts of composites counted, and composites not."""
+        return sum(len(cell.parts) or 1 for row in self.rows for cell in row)
+
+    def has(self, kinds: frozenset[Kind]) -> bool:
+        """Whether the rows hold a cell of one of `kinds`."""
+        return not all(kinds.isdisjoint(map(_kind, row)) for row in self.rows)
+
+    @property
     def communicates(self) -> bool:
         """Whether the rows hold sends and receives; where not, values travel by themselves."""
-        return any(cell.kind in COMMUNICATION for row in self.rows for cell in row)
+        return self.has(COMMUNICATION)
 
     @property
     def shards(self) -> bool:
         """Whether the rows hold UNSHARD, RESHARD or REDUCE_GRAD."""
-        return any(cell.kind in SHARDING for row in self.rows for cell in row)
+        return self.has(SHARDING)
 
     @property
     def trains(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pipeloom._collector import paused_collector
 from pipeloom.checker._completeness import coarse_problems, completeness_problems, count_problems
 from pipeloom.checker._memory import memory_problems
 from pipeloom.checker._messages import message_problems
@@ -37,6 +38,19 @@ def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:
         schedule: rows that only compute, or lowered ones.
         memory: how many activations each rank has room for, in rank shares: 1 is one microbatch of all its stages.
     """
+    placement = tuple(schedule.placement.items())
+    problems: list[Problem] = []
+    if schedule.proven != placement:
+        with paused_collector():
+            problems += _all_problems(schedule)
+        if not problems:
+            object.__setattr__(schedule, "proven", placement)
+    if memory is not None:
+        problems += memory_problems(schedule, memory)
+    return problems
+
+
+def _all_problems(schedule: Schedule) -> list[Problem]:
     problems = [*placement_problems(schedule), *count_problems(schedule)]
     if schedule.microbatches > 0:
         coarse = _coarse(schedule, problems)
@@ -46,15 +60,13 @@ def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:
                 problems += rule(table)
         else:
             problems += coarse
-    if memory is not None:
-        problems += memory_problems(schedule, memory)
     return problems
 
 
 def _coarse(schedule: Schedule, problems: list[Problem]) -> list[Problem] | None:
     """What can be said when, as after a slip of the pen, far more seems to be missing than is there; else None."""
-    actions = sum(len(cell.parts) or 1 for row in schedule.rows for cell in row)
-    if schedule.stages * schedule.microbatches <= MOST_ABSENT + 4 * actions:
+    forwards, cells = schedule.stages * schedule.microbatches, sum(map(len, schedule.rows))
+    if forwards <= MOST_ABSENT + 4 * cells or forwards <= MOST_ABSENT + 4 * schedule.actions:
         return None
     coarse = list(coarse_problems(schedule))
     return coarse if coarse or problems else None

@@ -98,6 +98,7 @@ class _Run:
             self.need[cell] = -1
             self.others.pop(cell, None)
         self.done = bytearray(cells)
+        """1 for a cell that has been run, 2 for one that ranks wait for."""
         self.at = table.starts[:-1]
         self.stop = table.starts[1:]
         self.waiting: dict[int, list[int]] = {}
@@ -124,23 +125,25 @@ class _Run:
         while ranks:
             rank = ranks.pop()
             self.stuck.pop(rank, None)
-            cell, stop = self.at[rank], self.stop[rank]
-            while cell < stop:
+            stop = cell = self.stop[rank]
+            for cell in range(self.at[rank], stop):
                 awaited = need[cell]
                 if awaited >= 0:
-                    if not done[awaited]:
+                    if done[awaited] != 1:
                         break
-                    if cell in others:
-                        awaited = next((other for other in others[cell] if not done[other]), -1)
+                    if others and cell in others:
+                        awaited = next((other for other in others[cell] if done[other] != 1), -1)
                         if awaited >= 0:
                             break
-                done[cell] = 1
-                if cell in waiting:
+                if done[cell]:
                     ranks += waiting.pop(cell)
-                cell += 1
+                done[cell] = 1
+            else:
+                cell = stop
             self.at[rank] = cell
             if cell < stop:
                 waiting.setdefault(awaited, []).append(rank)
+                done[awaited] = 2
                 self.stuck[rank] = awaited
 
     def _closed(self) -> Iterator[list[int]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from pipeloom.action import RECEIVES, Action, Kind
+from pipeloom.action import COMPUTE, RECEIVES, Action, Kind
 from pipeloom.dependencies import Dependencies
+from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule
 
-_Cells = list[list[tuple[int, int]]]
+_NEVER = 1 << 62
 
 
 def communicate(schedule: Schedule, ahead: int = 0) -> Schedule:
@@ -30,83 +32,125 @@ def communicate(schedule: Schedule, ahead: int = 0) -> Schedule:
         raise ValueError(f"communicate: ahead must be 0 or more, got {ahead}")
     if schedule.communicates:
         return schedule
-    schedule.checked()
-    dependencies = Dependencies(schedule.wiring, schedule.microbatches)
-    starts, ends = _run(schedule, dependencies)
-    rows, placement = schedule.rows, schedule.placement
+    try:
+        written = _written(schedule)
+        return schedule.with_rows(_moved_up(row, ahead) if ahead else row for row in written).checked()
+    except (LookupError, ScheduleError):
+        schedule.checked()  # says what is wrong with the rows that were given
+        raise
+
+
+def _written(schedule: Schedule) -> list[list[Action]]:
+    """The rows: a cell is written when its rank starts it, and its messages, at both ends, when it ends.
+
+    Raises:
+        LookupError: the rows do not check.
+    """
+    rows, dependencies = schedule.rows, Dependencies(schedule.wiring, schedule.microbatches)
+    pieces, whole, new = dependencies.pieces, Kind.B, tuple.__new__
+    needs, makes = _needs(dependencies), _makes(dependencies)
+    edges = _edges(dependencies, schedule.placement)
     written: list[list[Action]] = [[] for _ in rows]
-    copied = [0] * len(rows)
-    for ending, starting in zip(ends, starts, strict=True):
-        for rank, step in sorted(ending):
-            for send, receive in _messages(rows[rank][step], dependencies, placement):
-                written[rank].append(send)
-                written[placement[receive.stage]].append(receive)
-        for rank, step in starting:
-            written[rank] += rows[rank][copied[rank] : step + 1]
-            copied[rank] = step + 1
+    copied, steps = [0] * len(rows), [0] * len(rows)
+    ready = [_NEVER] * dependencies.size
+    """When each value is there."""
+    ending: dict[int, list[tuple[int, tuple[Action, ...]]]] = {}
+    """The ranks whose cells end at a time, with the actions in these."""
+    idle = list(range(len(rows)))
+    time = 0
+    while idle or ending:
+        for rank, actions in sorted(ending.pop(time, ())):
+            idle.append(rank)
+            for stage, kind, microbatch, _, _ in actions:
+                for there, send, far, to, receive, near in edges[kind][stage]:
+                    written[rank].append(new(Action, (stage, send, microbatch, (), far)))
+                    written[there].append(new(Action, (to, receive, microbatch, (), near)))
+        waiting = []
+        for rank in idle:
+            row, step = rows[rank], steps[rank]
+            while step < len(row) and row[step][1] not in _RUN:
+                step += 1
+            steps[rank] = step
+            if step == len(row):
+                continue
+            actions = row[step][3] or (row[step],)
+            end = time
+            for stage, kind, microbatch, _, _ in actions:
+                for base in needs[kind][stage][microbatch % pieces]:
+                    if ready[base + microbatch] > time:
+                        break
+                else:
+                    end += 2 if kind is whole else 1
+                    continue
+                waiting.append(rank)
+                break
+            else:
+                for stage, kind, microbatch, _, _ in actions:
+                    for base in makes[kind][stage]:
+                        ready[base + microbatch] = end
+                step += 1
+                written[rank] += row[copied[rank] : step]
+                copied[rank] = steps[rank] = step
+                ending.setdefault(end, []).append((rank, actions))
+        if waiting and not ending:
+            raise LookupError("ranks wait in a circle, or for what nobody makes")
+        idle = waiting
+        time += 1
     for rank, row in enumerate(rows):
         written[rank] += row[copied[rank] :]
-    return schedule.with_rows(_moved_up(row, ahead) for row in written) if ahead else schedule.with_rows(written)
+    return written
 
 
-def _run(schedule: Schedule, dependencies: Dependencies) -> tuple[_Cells, _Cells]:
-    """The compute cells (rank, step) that start at each time 0, 1, ..., and those that end."""
-    ready = [-1] * dependencies.size
-    waiting: dict[int, list[int]] = {}
-    cells = [[(step, cell.computes) for step, cell in enumerate(row) if cell.computes] for row in schedule.rows]
-    at = [0] * schedule.ranks
-    clock = [0] * schedule.ranks
-    starts: _Cells = [[]]
-    ends: _Cells = [[]]
-    runnable = list(range(schedule.ranks))
-    while runnable:
-        rank = runnable.pop()
-        time, row = clock[rank], cells[rank]
-        while at[rank] < len(row):
-            step, actions = row[at[rank]]
-            missing = -1
-            for action in actions:
-                for value in dependencies.needs(action):
-                    if ready[value] < 0:
-                        missing = value
-                    elif ready[value] > time:
-                        time = ready[value]
-            if missing >= 0:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            end = time + sum(2 if action.kind is Kind.B else 1 for action in actions)
-            while len(ends) <= end:
-                starts.append([])
-                ends.append([])
-            starts[time].append((rank, step))
-            ends[end].append((rank, step))
-            for action in actions:
-                for value in dependencies.makes(action):
-                    ready[value] = end
-                    runnable += waiting.pop(value, ())
-            time = end
-            at[rank] += 1
-        clock[rank] = time
-    return starts, ends
+_RUN = COMPUTE | {Kind.OVERLAP_F_B}
 
 
-def _messages(
-    cell: Action, dependencies: Dependencies, placement: Mapping[int, int]
-) -> Iterator[tuple[Action, Action]]:
-    """The sends behind a cell, each with its receive."""
-    for stage, kind, microbatch, _, _ in cell.computes:
-        if kind is Kind.W:
-            continue
+def _needs(dependencies: Dependencies) -> dict[Kind, list[list[list[int]]]]:
+    """By kind, stage and piece what an action needs: numbers of values, to which its microbatch is to be added."""
+    return {
+        kind: [
+            [
+                [value - piece for value in dependencies.needs(Action(stage, kind, piece))]
+                for piece in range(dependencies.pieces)
+            ]
+            for stage in range(len(dependencies.output))
+        ]
+        for kind in COMPUTE
+    }
+
+
+def _makes(dependencies: Dependencies) -> dict[Kind, list[tuple[int, ...]]]:
+    """By kind and stage what an action makes, in such numbers."""
+    stages = range(len(dependencies.output))
+    return {kind: [dependencies.makes(Action(stage, kind, 0)) for stage in stages] for kind in COMPUTE}
+
+
+class _Edge(NamedTuple):
+    """The message that leaves behind an action: to which rank, and at each end the kind and the far end of a skip."""
+
+    rank: int
+    send: Kind
+    far: int
+    stage: int
+    receive: Kind
+    near: int
+
+
+def _edges(dependencies: Dependencies, placement: Mapping[int, int]) -> dict[Kind, list[list[_Edge]]]:
+    """By kind and stage the messages behind an action."""
+
+    def leaving(stage: int, kind: Kind) -> list[_Edge]:
         forward = kind is Kind.F
         send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
         neighbour = stage + 1 if forward else stage - 1
-        for other in dependencies.targets[stage] if forward else dependencies.sources[stage]:
-            if placement[other] != placement[stage]:
-                skips = other != neighbour
-                yield (
-                    Action(stage, send, microbatch, (), other if skips else -1),
-                    Action(other, receive, microbatch, (), stage if skips else -1),
-                )
+        return [
+            _Edge(placement[other], send, -1, other, receive, -1)
+            if other == neighbour
+            else _Edge(placement[other], send, other, other, receive, stage)
+            for other in (dependencies.targets[stage] if forward else dependencies.sources[stage])
+            if placement[other] != placement[stage] and kind is not Kind.W
+        ]
+
+    return {kind: [leaving(stage, kind) for stage in range(len(dependencies.output))] for kind in COMPUTE}
 
 
 def _moved_up(row: list[Action], ahead: int) -> list[Action]:

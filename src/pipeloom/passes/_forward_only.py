@@ -37,7 +37,7 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         )
     rows = _built(schedule.checked(), microbatches)
     built = Schedule(rows, schedule.placement, schedule.wiring, microbatches, schedule.name)
-    if any(cell.kind is Kind.UNSHARD for row in schedule.rows for cell in row):
+    if schedule.has(frozenset({Kind.UNSHARD})):
         built = shard(built)
     return communicate(built) if schedule.communicates else built
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeloom._collector import paused_collector
 from pipeloom.passes._communicate import communicate
 from pipeloom.passes._reduce_grad import reduce_grad
 from pipeloom.passes._shard import shard as add_sharding
@@ -20,8 +21,9 @@ def lower(schedule: Schedule, shard: bool = False, reduce: bool = False, ahead: 
     Raises:
         ScheduleError: the schedule does not check.
     """
-    if shard:
-        schedule = add_sharding(schedule)
-    if reduce:
-        schedule = reduce_grad(schedule)
-    return communicate(schedule, ahead=ahead)
+    with paused_collector():
+        if shard:
+            schedule = add_sharding(schedule)
+        if reduce:
+            schedule = reduce_grad(schedule)
+        return communicate(schedule, ahead=ahead)

@@ -5,30 +5,36 @@ from __future__ import annotations
 from pipeloom.action import COMMUNICATION, Action, Kind
 from pipeloom.schedule import Schedule
 
+_LAST = frozenset({Kind.B, Kind.W})
+"""What may end the backward of a stage."""
+
 
 def reduce_grad(schedule: Schedule) -> Schedule:
     """Put a REDUCE_GRAD behind each stage's last backward (its last B or W), after the sends that follow it there.
 
     Rows that reduce already are returned as they are.
     """
-    if any(cell.kind is Kind.REDUCE_GRAD for row in schedule.rows for cell in row):
+    if schedule.has(frozenset({Kind.REDUCE_GRAD})):
         return schedule
     return schedule.with_rows(_reduced(row) for row in schedule.rows)
 
 
 def _reduced(row: tuple[Action, ...]) -> list[Action]:
     last: dict[int, int] = {}
-    for step, cell in enumerate(row):
-        for action in cell.computes:
-            if action.kind is Kind.B or action.kind is Kind.W:
-                last[action.stage] = step
+    for step, (stage, kind, _, parts, _) in enumerate(row):
+        if kind in _LAST:
+            last[stage] = step
+        for part in parts:
+            if part.kind in _LAST:
+                last[part.stage] = step
     out: list[Action] = []
-    due: list[Action] = []
-    for step, cell in enumerate(row):
-        if due and cell.kind not in COMMUNICATION:
-            out += due
-            due = []
-        out.append(cell)
-        stages = dict.fromkeys(action.stage for action in cell.computes)
-        due += [Action(stage, Kind.REDUCE_GRAD) for stage in stages if last.get(stage) == step]
-    return out + due
+    copied = 0
+    for step in sorted(set(last.values())):
+        end = step + 1
+        while end < len(row) and row[end].kind in COMMUNICATION:
+            end += 1
+        out += row[copied:end]
+        stages = dict.fromkeys(action.stage for action in row[step].computes)
+        out += [Action(stage, Kind.REDUCE_GRAD) for stage in stages if last.get(stage) == step]
+        copied = end
+    return [*out, *row[copied:]]

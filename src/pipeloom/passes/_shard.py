@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pipeloom.action import Action, Kind
+from functools import lru_cache
+
+from pipeloom.action import COMPUTE, Action, Kind
 from pipeloom.schedule import Schedule
 
 
@@ -16,7 +18,7 @@ def shard(schedule: Schedule, limit: int = 3) -> Schedule:
     Raises:
         ValueError: `limit` is less than one, or than the number of stages that one composite uses.
     """
-    if any(cell.kind is Kind.UNSHARD for row in schedule.rows for cell in row):
+    if schedule.has(frozenset({Kind.UNSHARD})):
         return schedule
     return schedule.with_rows(_sharded(row, limit) for row in schedule.rows)
 
@@ -24,32 +26,50 @@ def shard(schedule: Schedule, limit: int = 3) -> Schedule:
 def _sharded(row: tuple[Action, ...], limit: int) -> list[Action]:
     out: list[Action] = []
     held: tuple[int, ...] = ()
-    for cell, coming in zip(row, _windows(row, limit), strict=True):
-        if coming is not None and coming is not held:
-            out += [Action(stage, Kind.RESHARD) for stage in held if stage not in coming]
-            out += [Action(stage, Kind.UNSHARD) for stage in coming if stage not in held]
-            held = coming
-        out.append(cell)
-    return out + [Action(stage, Kind.RESHARD) for stage in held]
+    copied = 0
+    for step, coming in reversed(_windows(row, limit)):
+        out += row[copied:step]
+        out += _change(held, coming)
+        held, copied = coming, step
+    return [*out, *row[copied:], *_change(held, ())]
 
 
-def _windows(row: tuple[Action, ...], limit: int) -> list[tuple[int, ...] | None]:
-    """For each compute cell the `limit` stages that are used next, soonest first; None for any other cell."""
-    windows: list[tuple[int, ...] | None] = [None] * len(row)
+@lru_cache(maxsize=1024)
+def _change(held: tuple[int, ...], coming: tuple[int, ...]) -> tuple[Action, ...]:
+    dropped = [Action(stage, Kind.RESHARD) for stage in held if stage not in coming]
+    return (*dropped, *(Action(stage, Kind.UNSHARD) for stage in coming if stage not in held))
+
+
+def _windows(row: tuple[Action, ...], limit: int) -> list[tuple[int, tuple[int, ...]]]:
+    """The `limit` stages that are used next, soonest first, and the first step for which that is so; the last first."""
+    found: list[tuple[int, tuple[int, ...]]] = []
     order: tuple[int, ...] = ()
     window: tuple[int, ...] = ()
+    soonest, first = -1, len(row)
     for step in range(len(row) - 1, -1, -1):
-        stages = tuple(dict.fromkeys(action.stage for action in row[step].computes))
-        if not stages:
-            continue
+        stage, kind, _, parts, _ = row[step]
+        if not parts:
+            if kind not in COMPUTE:
+                continue
+            if stage == soonest:
+                first = step
+                continue
+        stages = tuple(dict.fromkeys(part.stage for part in parts)) or (stage,)
         if len(stages) > limit:
             raise ValueError(
                 f"shard: limit must be {len(stages)} or more, for {row[step]} uses {len(stages)} stages at once; "
                 f"got {limit}"
             )
         if order[: len(stages)] != stages:
-            order = stages + tuple(stage for stage in order if stage not in stages)
+            order = _to_front(stages, order)
             if order[:limit] != window:
+                if window:
+                    found.append((first, window))
                 window = order[:limit]
-        windows[step] = window
-    return windows
+        soonest, first = order[0], step
+    return [*found, (first, window)] if window else []
+
+
+@lru_cache(maxsize=1024)
+def _to_front(stages: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    return stages + tuple(stage for stage in order if stage not in stages)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeloom._collector import paused_collector
 from pipeloom.action import LARGEST_NUMBER
 from pipeloom.errors import SizeError
 from pipeloom.placement import bidirectional, loop, wave
@@ -81,9 +82,10 @@ class Recipe:
         sizes = Sizes(ranks, microbatches, stages_per_rank, group, memory, pieces)
         self._refuse(sizes)
         covered = self.covered(sizes)
-        rows = self.rows(sizes._replace(microbatches=covered))
-        if covered > microbatches:
-            rows = keep(rows, covered, microbatches, self.copies)
+        with paused_collector():
+            rows = self.rows(sizes._replace(microbatches=covered))
+            if covered > microbatches:
+                rows = keep(rows, covered, microbatches, self.copies)
         placement = _PLACEMENTS[self.placement](ranks, stages_per_rank)
         wiring = Wiring(len(placement) // self.copies, self.copies, pieces)
         return Schedule(tuple(map(tuple, rows)), placement, wiring, microbatches * pieces, self.name)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NoReturn, get_args
 
+from pipeloom._collector import paused_collector
 from pipeloom.action import SHARDING, Action, Kind
 from pipeloom.costs import Costs
 from pipeloom.dependencies import Dependencies
@@ -13,7 +14,7 @@ from pipeloom.errors import CostsError, ScheduleError
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
 from pipeloom.simulator._pace import pace
-from pipeloom.simulator._ranks import Entry, Link, Rank, wire
+from pipeloom.simulator._ranks import Link, Rank, wire
 from pipeloom.timeline import Timeline
 
 Receives = Literal["eager", "posted", "blocking"]
@@ -53,9 +54,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, receives: Receiv
         from pipeloom.passes import communicate
 
         schedule = communicate(schedule)
-    simulation = _Simulation(schedule, costs, receives)
-    simulation.run()
-    return simulation.timeline()
+    with paused_collector():
+        simulation = _Simulation(schedule, costs, receives)
+        simulation.run()
+        return simulation.timeline()
 
 
 def _has_bandwidth(costs: Costs) -> bool:
@@ -70,8 +72,8 @@ class _Unrunnable(Exception):  # noqa: N818 - never leaves this file
 class _Simulation:
     def __init__(self, schedule: Schedule, costs: Costs, receives: Receives) -> None:
         self.schedule, self.costs, self.receives = schedule, costs, receives
-        computes = sum(len(cell.parts) or 1 for row in schedule.rows for cell in row)
-        if schedule.stages * schedule.microbatches > schedule.wiring.copies * computes:
+        forwards, cells = schedule.stages * schedule.microbatches, sum(map(len, schedule.rows))
+        if forwards > schedule.wiring.copies * cells and forwards > schedule.wiring.copies * schedule.actions:
             self.refuse("not every stage runs every microbatch")
         self.table = costs.table(schedule.wiring)
         self.values = Dependencies(schedule.wiring, schedule.microbatches)
@@ -91,9 +93,11 @@ class _Simulation:
         """The event of each receive."""
         self.free: dict[tuple[int, int], float] = {}
         """When the last message from one rank to another has left."""
-        self.gated = schedule.shards or schedule.wiring.pieces > 1 or schedule.wiring.copies > 1
-        """Whether actions wait for more than their values, or microbatches for stages of their copy."""
-        self.gathered: dict[int, float] = {}
+        self.as_one = costs.overlap is not None or costs.fused is not None
+        """Whether the parts of a composite overlap."""
+        self.gated = schedule.wiring.pieces > 1 or schedule.wiring.copies > 1
+        """Whether actions wait for the pieces before them, or microbatches for stages of their copy."""
+        self.gathered = [0.0] * schedule.stages
         """When the weights of a stage are there."""
         self.missing = -1
         """The value that the rank waits for which was run last."""
@@ -120,7 +124,7 @@ class _Simulation:
         microbatches, first_message = self.schedule.microbatches, self.values.size
         sent, posted, free = self.sent, self.posted, self.free
         eager = self.receives == "eager"
-        gated = self.gated
+        gated, gathered = self.gated, self.gathered
         forward, backward_input, backward_weight, backward = Kind.F, Kind.I, Kind.W, Kind.B
         receive_forward, receive_backward = Kind.RECV_F, Kind.RECV_B
         runnable = list(range(len(ranks) - 1, -1, -1))
@@ -219,11 +223,11 @@ class _Simulation:
                         slots[message] = arrival
                     continue
                 start = clock
-                if gated:
-                    start = self.gate(stage, kind, microbatch, made, clock)
-                    if start < 0.0:
-                        missing = self.missing
-                        break
+                if gathered[stage] > start:
+                    start = gathered[stage]
+                if gated and not self.gate(kind, microbatch, stage, made):
+                    missing = self.missing
+                    break
                 for base, delay in needs:
                     time = slots[base + microbatch]
                     if time < 0.0:
@@ -253,11 +257,8 @@ class _Simulation:
                 slots[missing] = _AWAITED
                 waiting.setdefault(missing, []).append(number)
 
-    def gate(self, stage: int, kind: Kind, microbatch: int, made: int, clock: float) -> float:
-        """When an action may start for the weights of its stage and the pieces before it.
-
-        -1, and `missing` set, where a piece before it is not done.
-        """
+    def gate(self, kind: Kind, microbatch: int, stage: int, made: int) -> bool:
+        """Whether the piece before an action is done; else `missing` is set."""
         values = self.values
         if not values.first[stage] <= microbatch < values.end[stage]:
             raise _Unrunnable
@@ -265,8 +266,8 @@ class _Simulation:
         follows = microbatch if kind is Kind.F else microbatch + 1
         if kind is not Kind.W and follows % values.pieces and self.slots[before] < 0.0:
             self.missing = before
-            return -1.0
-        return max(clock, self.gathered.get(stage, 0.0))
+            return False
+        return True
 
     def composite(
         self, rank: Rank, parts: tuple[Action, ...], clock: float, runnable: list[int]
@@ -276,44 +277,49 @@ class _Simulation:
         `missing` is -1, or the value that the composite waits for.
         """
         self.missing = -1
-        entries = [rank.compute[part.kind][part.stage] for part in parts]
+        slots, gathered = self.slots, self.gathered
         ready = []
-        for part, entry in zip(parts, entries, strict=True):
-            ready.append(self.ready(part, entry, clock))
-            if self.missing >= 0:
+        for stage, kind, microbatch, _, _ in parts:
+            if not 0 <= microbatch < self.schedule.microbatches:
+                raise _Unrunnable
+            entry = rank.compute[kind][stage]
+            start = gathered[stage] if gathered[stage] > clock else clock
+            if self.gated and not self.gate(kind, microbatch, stage, entry[2]):
                 return clock, []
-        as_one = self.costs.overlap is not None or self.costs.fused is not None
-        shift, stretch = pace(parts, [entry[0] for entry in entries], self.costs) if as_one else (1.0, 1.0)
-        begin = max(ready) if as_one else clock
+            for base, delay in entry[1]:
+                time = slots[base + microbatch]
+                if time < 0.0:
+                    self.missing = base + microbatch
+                    return clock, []
+                time += delay
+                if time > start:
+                    start = time
+            ready.append((start, entry, microbatch))
+        shift = stretch = 1.0
+        begin = clock
+        if self.as_one:
+            shift, stretch = pace(parts, [entry[0] for _, entry, _ in ready], self.costs)
+            begin = max(start for start, _, _ in ready)
         made = []
-        for part, entry, inputs in zip(parts, entries, ready, strict=True):
-            begin = max(begin, inputs)
-            length = entry[0] * stretch
+        for inputs, (duration, _, value, also), microbatch in ready:
+            if inputs > begin:
+                begin = inputs
+            length = duration * stretch
+            end = begin + length
             rank.starts.append(begin)
-            rank.ends.append(begin + length)
-            clock = max(clock, begin + length)
-            made.append(entry[2] + part.microbatch)
-            self.make(made[-1], begin + length, runnable)
-            if entry[3] >= 0:
-                self.slots[entry[3] + part.microbatch] = begin + length
+            rank.ends.append(end)
+            if end > clock:
+                clock = end
+            value += microbatch
+            made.append(value)
+            if slots[value] == _UNSET:
+                slots[value] = end
+            else:
+                self.make(value, end, runnable)
+            if also >= 0:
+                slots[also + microbatch] = end
             begin += length * shift
         return clock, made
-
-    def ready(self, part: Action, entry: Entry, start: float) -> float:
-        """When a part of a composite may start; `missing` is set where it may not yet."""
-        if not 0 <= part.microbatch < self.schedule.microbatches:
-            raise _Unrunnable
-        if self.gated:
-            start = self.gate(part.stage, part.kind, part.microbatch, entry[2], start)
-            if start < 0.0:
-                return start
-        for base, delay in entry[1]:
-            time = self.slots[base + part.microbatch]
-            if time < 0.0:
-                self.missing = base + part.microbatch
-                return -1.0
-            start = max(start, time + delay)
-        return start
 
     def make(self, value: int, time: float, runnable: list[int]) -> None:
         """A value, or a message, is there."""
