@@ -30,11 +30,19 @@ def known(task: Task) -> Iterator[Schedule]:
                 yield schedule
 
 
+_EVERY_CHOICE = 20_000
+"""Up to so many actions every choice that a recipe leaves is tried, and beyond it a few."""
+
+
 def _choices(recipe: Recipe, task: Task) -> Iterator[Mapping[str, float]]:
-    ranks = task.ranks
+    ranks, per_rank = task.ranks, task.stages // task.ranks
+    small = 3 * task.stages * task.microbatches <= _EVERY_CHOICE
     if "group" in recipe.options:
-        yield from ({"group": group} for group in sorted({max(1, ranks // 2), -(-ranks // 2), ranks, 2 * ranks}))
+        groups = range(1, max(task.microbatches, 2 * ranks) + 1)
+        yield from ({"group": group} for group in (groups if small else sorted({-(-ranks // 2), ranks, 2 * ranks})))
     if "memory" in recipe.options:
-        yield {"memory": task.shares}
+        most = min(task.shares, 2 * ranks)
+        held = range(1, int(most * per_rank) + 1) if small else ()
+        yield from ({"memory": memory} for memory in dict.fromkeys((*(each / per_rank for each in held), most)))
         return
     yield {}

@@ -105,6 +105,8 @@ def search(
     ]
     bests = [_Best(task, progress) for task in tasks]
     try:
+        for best in bests:  # however little time there is
+            best.offer_all(known(best.task))
         for done, best in enumerate(bests):
             _improve(best, budget.part(len(tasks) - done), work)
     except KeyboardInterrupt:
@@ -151,10 +153,10 @@ class _Best:
             if self.progress:
                 self.progress(self.found())
 
-    def offer_all(self, schedules: Iterable[Schedule], budget: _Budget) -> None:
+    def offer_all(self, schedules: Iterable[Schedule], budget: _Budget | None = None) -> None:
         for schedule in schedules:
             self.offer(schedule)
-            if self.is_proven or budget.left() <= 0:
+            if self.is_proven or (budget is not None and budget.left() <= 0):
                 return
 
     def found(self) -> Found:
@@ -174,7 +176,6 @@ class _Best:
 def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
     task = best.task
     actions = (3 if task.splits else 2) * task.stages * task.microbatches
-    best.offer_all(known(task), budget)
     _refill(best, budget)
     if not best.is_proven and (best.schedule is None or budget.left() > 0):
         best.offer_all(greedy(task, _FEW if actions > _MANY else _ALL), budget.part(4))
@@ -226,6 +227,7 @@ def _from_fewer(best: _Best, budget: _Budget, work: float | None, microbatches: 
     if microbatches < 2 * task.ranks:
         return
     few = _Best(replace(task, microbatches=microbatches), None)
+    few.offer_all(known(few.task))
     _improve(few, budget, work)
     for _, schedule in few.leaders:
         best.offer_all(stretched(schedule, task), budget)
