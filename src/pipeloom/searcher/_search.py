@@ -10,6 +10,7 @@ from itertools import count
 from random import Random
 
 from pipeloom import placement as placements
+from pipeloom.action import LARGEST_NUMBER
 from pipeloom.costs import Costs
 from pipeloom.errors import SizeError
 from pipeloom.schedule import Schedule
@@ -98,6 +99,7 @@ def search(
     Raises:
         SizeError: the sizes make no sense, or no schedule fits into the memory; the message has the least that works.
     """
+    _refuse(ranks=ranks, microbatches=microbatches, stages=ranks * (stages_per_rank or 1))
     budget = _Budget(math.inf if work is not None else seconds)
     tasks = [
         _task(found, ranks, microbatches, memory, costs or Costs(), objective, splits)
@@ -250,6 +252,14 @@ def _placements(placement: str | Mapping[int, int], ranks: int, stages_per_rank:
     return [known[placement]]
 
 
+def _refuse(**sizes: object) -> None:
+    for what, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise SizeError(f"search: {what} must be a whole number, 1 or more, got {size!r}")
+        if size > LARGEST_NUMBER + 1:
+            raise SizeError(f"search: at most {LARGEST_NUMBER + 1} {what} can be written, got {size}")
+
+
 def _task(
     placement: Mapping[int, int],
     ranks: int,
@@ -259,9 +269,6 @@ def _task(
     objective: Objective,
     splits: bool,
 ) -> Task:
-    for what, size in {"ranks": ranks, "microbatches": microbatches}.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise SizeError(f"search: {what} must be a whole number, 1 or more, got {size!r}")
     table = costs.table(Wiring(len(placement)))
     shares, static = [0.0] * ranks, [0.0] * ranks
     for stage, rank in placement.items():
