@@ -59,7 +59,7 @@ def load(
     with agreement.attempt():
         if len(set(directories)) > 1:
             raise ValueError("ranks found different checkpoints; all ranks need the same path, and none may save to it")
-        names = _model.names(models, [tie for each in ties for tie in each])
+        names = _model.names(models, [tie for each in ties for tie in each], pipe.schedule.wiring.stages)
     agreement.share()
     directory = root / saved["directory"]
     damage: list[str] = []

@@ -92,15 +92,17 @@ class Names:
     """What every rank knows of the whole model."""
 
     saved_as: Mapping[Place, str]
-    """The one name under which a place is saved; all copies of a weight have the same."""
+    """The one name under which a place is saved; all places of a weight have the same."""
     aliases: Mapping[str, Sequence[str]]
     """All names of what is saved under a name, sorted."""
     layout: Mapping[str, tuple[list[int], str]]
     """Shape and dtype by the name under which a tensor is saved."""
     holder: Mapping[str, int]
-    """The first rank that has it, or a shard of it."""
+    """The first rank that has it in the first copy of the model, or a shard of it."""
     sharded: frozenset[str]
     """What several ranks have shards of."""
+    chain: int
+    """How many stages one copy of the model has; those numbered from there on are copies, and not saved."""
 
     def described(self) -> dict[str, Any]:
         """All of it that does not depend on ranks, in JSON."""
@@ -110,8 +112,10 @@ class Names:
         }
 
 
-def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Names:
+def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]], chain: int) -> Names:
     """The names of the whole model, from what each rank has `described`, and the names that are tied.
+
+    `chain` is the number of stages of one copy of the model.
 
     A key of a state dict is its name in the whole model. Where two stages have the same key for different weights, as
     stages made by hand may, all names are "stage.3.weight" for the key "weight" of stage 3.
@@ -140,6 +144,7 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
     by_key = defaultdict(list)
     for stage, key in layout:
         by_key[key].append((stage, key))
+        same.join((stage % chain, key), (stage, key))
     for tied in ties:
         places = [place for name in tied for place in _places(name, by_key)]
         for place in places[1:]:
@@ -151,15 +156,15 @@ def names(ranks: Sequence[Sequence[Any]], ties: Iterable[Sequence[str]]) -> Name
     saved_as: dict[Place, str] = {}
     aliases, shapes, holder = {}, {}, {}
     for places in members.values():
-        called = sorted({f"stage.{stage}.{key}" if clash else key for stage, key in places})
+        called = sorted({f"stage.{stage % chain}.{key}" if clash else key for stage, key in places})
         name = called[0]
         aliases[name] = called
         shapes[name] = layout[places[0]]
-        holder[name] = min(holders[place] for place in places)
+        holder[name] = min(holders[place] for place in places if place[0] < chain)
         saved_as |= dict.fromkeys(places, name)
     if reasons:
         raise CheckpointError("", "", reasons)
-    return Names(saved_as, aliases, shapes, holder, frozenset(saved_as[place] for place in sharded))
+    return Names(saved_as, aliases, shapes, holder, frozenset(saved_as[place] for place in sharded), chain)
 
 
 def missing_shards(ranks: Sequence[Sequence[Any]]) -> Iterator[str]:

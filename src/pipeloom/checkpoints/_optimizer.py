@@ -63,7 +63,8 @@ def merged(ranks: Sequence[Any], names: Names) -> tuple[dict[str, Any] | None, d
             number = numbers.setdefault(json.dumps(each["groups"][group]), len(numbers))
             if parameters.setdefault(name, {"group": number, **state}) != {"group": number, **state}:
                 reasons.append(f"copies of '{name}' have other options or another state in the optimizer")
-            holder.setdefault(name, rank)
+            if stage < names.chain:
+                holder.setdefault(name, rank)
     if reasons:
         raise CheckpointError("", "", reasons)
     groups = [json.loads(options) for options in numbers]
@@ -82,7 +83,7 @@ def to_write(
         return found
     for _, parameter, place in _placed(optimizer, own):
         name = names.saved_as[place]
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in optimizer.state.get(parameter, {}).items() if place[0] < names.chain else ():
             if isinstance(value, Tensor) and writes(value, holder[name], rank):
                 found[saved_as(name, key)] = value
     return found

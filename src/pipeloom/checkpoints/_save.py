@@ -58,14 +58,14 @@ def save(
     models, optimizers, kept, ties, steps, generators, directories = zip(*shared, strict=True)
     directory: str = directories[0]
     with agreement.attempt():
-        names = _model.names(models, [tie for each in ties for tie in each])
+        names = _model.names(models, [tie for each in ties for tie in each], pipe.schedule.wiring.stages)
         whole, holders = _optimizer.merged(optimizers, names)
         if differing := [rank for rank, each in enumerate(kept) if each != kept[0]]:
             raise ValueError(f"values differ between rank 0 and ranks {differing}; give the same on every rank")
     agreement.share()
     agreement.refuse(_model.missing_shards(models))
     rank, ranks = agreement.rank, agreement.ranks
-    held = {names.saved_as[place]: tensor for place, tensor in own.items()}
+    held = {names.saved_as[place]: tensor for place, tensor in own.items() if place[0] < names.chain}
     parts = {
         _files.MODEL: {
             name: tensor for name, tensor in held.items() if _model.writes(tensor, names.holder[name], rank)

@@ -128,12 +128,10 @@ def train(
     )
     try:
         rows, text = _understood(config, schedule, ranks, microbatches, stages_per_rank, memory)
-        if rows.wiring.copies > 1 or rows.wiring.pieces > 1:
+        if rows.wiring.pieces > 1:
             raise PipelineError(
-                f"{rows.name} cannot be run yet, as it has "
-                f"{'several copies of the model' if rows.wiring.copies > 1 else 'microbatches in pieces'}; "
-                "it can be checked, simulated and drawn. Give another --schedule: DualPipeV, ZBVZeroBubble, "
-                "Interleaved1F1B or 1F1B run"
+                f"{rows.name} cannot be run yet, as it has microbatches in pieces; it can be checked, simulated and "
+                "drawn. Give another --schedule: DualPipeV, ZBVZeroBubble, Interleaved1F1B or 1F1B run"
             )
         _run(config, _found(config, rows, memory) if _is_search(schedule) else rows, text)
     except KeyboardInterrupt:

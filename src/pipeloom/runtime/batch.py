@@ -10,6 +10,7 @@ from typing import Any
 from pipeloom.errors import BatchError
 from pipeloom.runtime.microbatches import Handling, Weight, batch_size, split, split_keywords, weights
 from pipeloom.runtime.replicas import Replicas
+from pipeloom.schedule import Schedule
 
 Ask = Callable[[int, str], str]
 """Asks a rank for what it knows of the batch, by name, and waits for its answer."""
@@ -17,19 +18,34 @@ Ask = Callable[[int, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where a chain of stages begins and ends."""
+    """Where the chains of stages begin and end, one chain a copy of the model, as seen from `rank`."""
 
     rank: int
-    first_rank: int
-    last_rank: int
+    first_ranks: tuple[int, ...]
+    last_ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int) -> Ends:
+        wiring, placement = schedule.wiring, schedule.placement
+        begins = range(0, wiring.total, wiring.stages)
+        return cls(
+            rank,
+            tuple(placement[stage] for stage in begins),
+            tuple(placement[stage + wiring.stages - 1] for stage in begins),
+        )
 
     @property
     def first(self) -> bool:
-        return self.rank == self.first_rank
+        return self.rank in self.first_ranks
 
     @property
     def last(self) -> bool:
-        return self.rank == self.last_rank
+        return self.rank in self.last_ranks
+
+    @property
+    def others(self) -> set[int]:
+        """The ranks of all ends but this."""
+        return {*self.first_ranks, *self.last_ranks} - {self.rank}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +74,9 @@ class Given:
         if ends.first and not inputs and not self.kwargs and self.kwarg_mbs is None:
             raise BatchError("this rank holds the first stage, and was given no inputs")
         if not ends.first and inputs:
-            raise BatchError(f"inputs go to the rank of the first stage, {ends.first_rank}; this is rank {ends.rank}")
+            raise BatchError(f"inputs go to {_held('first', ends.first_ranks)}; this is rank {ends.rank}")
         if not ends.last and (self.target is not None or self.target_mbs is not None):
-            raise BatchError(f"targets go to the rank of the last stage, {ends.last_rank}; this is rank {ends.rank}")
+            raise BatchError(f"targets go to {_held('last', ends.last_ranks)}; this is rank {ends.rank}")
 
 
 @dataclass(slots=True)
@@ -116,14 +132,14 @@ class Batch:
         elif given.kwargs:
             size = self.size
             if size is None and not self.ends.first and set(given.kwargs) - handling.keys() and self.ask:
-                size = sum(map(int, self.ask(self.ends.first_rank, "sizes").split())) or None
+                size = sum(map(int, self.ask(self.ends.first_ranks[0], "sizes").split())) or None
             self.keywords = split_keywords(given.kwargs, self.microbatches, handling, size)
 
     @property
-    def equal(self) -> dict[str, str | None]:
-        """What both ends must agree about: in which proportions the batch is cut."""
+    def equal(self) -> dict[str, str | bool | None]:
+        """What all ends must agree about: in which proportions the batch is cut, and whether there are targets."""
         counted = self.arguments if self.ends.first else self.targets
-        return {"samples": _proportions(counted)}
+        return {"samples": _proportions(counted), "targets": bool(self.targets) if self.ends.last else None}
 
     @property
     def own(self) -> dict[str, str]:
@@ -141,7 +157,7 @@ class Batch:
 
     def _find_weights(self) -> list[Any]:
         if not self.ends.last and self.ask:
-            known = self.ask(self.ends.last_rank, "weights").split()
+            known = self.ask(self.ends.last_ranks[0], "weights").split()
             if known:
                 return list(map(float, known))
         if self.weight in ("equal", "sum"):
@@ -150,8 +166,15 @@ class Batch:
             raise BatchError("weight is a function of the target, and this step has no targets")
         sizes = _sizes(self.arguments)
         if not self.ends.first and self.ask:
-            sizes = list(map(int, self.ask(self.ends.first_rank, "sizes").split()))
+            sizes = list(map(int, self.ask(self.ends.first_ranks[0], "sizes").split()))
         return weights("samples", self.microbatches, sizes or None, (), self.replicas)
+
+
+def _held(which: str, ranks: Sequence[int]) -> str:
+    """The ranks that hold a first or last stage, in words."""
+    if len(ranks) == 1:
+        return f"the rank of the {which} stage, {ranks[0]}"
+    return f"the ranks of the {which} stages, {' and '.join(map(str, ranks))}"
 
 
 def _sizes(entries: Sequence[Any]) -> list[int] | None:

@@ -102,5 +102,5 @@ def refuse_misfits(schedule: Schedule, rank: int, ranks: int, modules: Mapping[i
             f"{schedule.name} places stages {list(held)} on rank {rank}, which was given {list(modules)}; "
             "pipeloom.split(model, into=schedule) makes the right ones"
         )
-    if schedule.wiring.copies > 1 or schedule.wiring.pieces > 1:
-        raise PipelineError(f"{schedule.name}: copies and pieces can be checked and priced, but not run yet")
+    if schedule.wiring.pieces > 1:
+        raise PipelineError(f"{schedule.name}: pieces can be checked and priced, but not run yet")

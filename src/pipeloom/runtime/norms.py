@@ -24,7 +24,9 @@ def clip_grad_norm_(
     *,
     uncounted: Iterable[nn.Parameter],
 ) -> Tensor:
-    """Scale the gradients in `modules`, numbered by stage, so that the norm over all `stages` is at most `max_norm`.
+    """Scale the gradients in `modules`, numbered by stage, so that the norm over `stages` is at most `max_norm`.
+
+    Stages numbered `stages` or more are copies of those below, and not counted again.
 
     The norm is taken over the parameters' own norms in the order of the model, as
     `torch.nn.utils.clip_grad_norm_` takes it over the whole model, and so is equal to it to the bit. The parameters of
@@ -36,9 +38,10 @@ def clip_grad_norm_(
     passed = {id(parameter) for parameter in uncounted}
     parameters: dict[int, list[nn.Parameter]] = {}
     for stage, module in modules.items():
-        parameters[stage] = [parameter for parameter in module.parameters() if id(parameter) not in passed]
-        passed.update(map(id, parameters[stage]))
-    device = next((each.device for own in parameters.values() for each in own), torch.device("cpu"))
+        if stage < stages:
+            parameters[stage] = [parameter for parameter in module.parameters() if id(parameter) not in passed]
+            passed.update(map(id, parameters[stage]))
+    device = next((each.device for module in modules.values() for each in module.parameters()), torch.device("cpu"))
     counts = torch.zeros(stages + 1, dtype=torch.int64, device=device)
     for stage, own in parameters.items():
         counts[stage] = len(own)

@@ -96,16 +96,15 @@ class Pipeline:
         self._registered: dict[Kind, Callable[..., None]] = {}
         self._programs: dict[int | None, Program] = {}
         self._device = device
-        chain = self.schedule.wiring.stages
-        self._ends = Ends(self.rank, self.schedule.placement[0], self.schedule.placement[chain - 1])
+        self._ends = Ends.of(self.schedule, self.rank)
         self._digest = digest(self.schedule)
         self._team = Team(self._group, self._ends, transport, self._device, deadline)
-        self._randomness = Randomness(seed, stages) if seed is not None else None
+        self._randomness = Randomness(seed, stages, self.schedule.wiring.stages) if seed is not None else None
         self.steps = 0
         """How many steps are done; it keys random numbers where there is a `seed`."""
-        self._ties = Ties(self._modules, self._group, self._device)
+        self._ties = Ties(self._modules, self.schedule, self._group, self._device)
         self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
-        self._replicas.later = self._ties.copies()
+        self._replicas.later = self._ties.parameters()
         self._run: Run | None = None
         self._times: Times | None = None
         self._loss: Tensor | None = None
@@ -113,12 +112,12 @@ class Pipeline:
 
     @property
     def first(self) -> bool:
-        """Whether this rank holds a first stage, and so passes the inputs."""
+        """Whether this rank holds the first stage, or a copy of it, and so passes the inputs."""
         return self._ends.first
 
     @property
     def last(self) -> bool:
-        """Whether this rank holds a last stage, and so has targets, losses and outputs."""
+        """Whether this rank holds the last stage, or a copy of it, and so has targets, losses and outputs."""
         return self._ends.last
 
     @property
@@ -241,6 +240,7 @@ class Pipeline:
             with self._randomness.during() if self._randomness else nullcontext():
                 output = self._walk(None, batch, losses, train=True, keep=keep, reduce=reduce, scaler=scaler)
             if self._ties:
+                self._ties.refuse_changed_buffers()
                 self._team.gather()
                 self._ties.finish()
             self._replicas.finish_step(reduce=reduce)
@@ -299,7 +299,7 @@ class Pipeline:
             PipelineError: a name is nowhere or in several stages, or shapes differ.
         """
         self._ties.add(names)
-        self._replicas.later = self._ties.copies()
+        self._replicas.later = self._ties.parameters()
 
     def eval(
         self,
@@ -347,7 +347,7 @@ class Pipeline:
         """The weighted loss of the last `step` or `eval`, over all replicas, on every rank; every rank calls it."""
         if self._run is None:
             raise PipelineError("there is no loss before the first step")
-        source = self.schedule.placement[self.schedule.wiring.stages - 1]
+        source = self._ends.last_ranks[0]
         value = self._loss if self._loss is not None else torch.zeros(())
         value = value.to(device=self._device, dtype=torch.float32)
         self._gather()
@@ -373,7 +373,7 @@ class Pipeline:
             )
         self._gather()
         return norms.clip_grad_norm_(
-            self._modules, self.schedule.stages, max_norm, self._group, uncounted=self._ties.uncounted()
+            self._modules, self.schedule.wiring.stages, max_norm, self._group, uncounted=self._ties.uncounted()
         )
 
     def trace(self) -> Timeline | None:
@@ -442,6 +442,7 @@ class Pipeline:
         try:
             times = self._times = Times(program.actions, self._device)
             run.walk(program.steps, times)
+            self._team.exchange(run)
             self._team.settle()
         except BaseException:
             self._replicas.abort()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pipeloom.errors import PipelineError
@@ -20,19 +21,22 @@ class Randomness:
     The seed follows from `seed`, the number of the step, the microbatch, the name of the module and how many times it
     has been called for this microbatch. So dropout is the same whatever the schedule and the number of ranks, as long
     as modules have the names of the whole model, which `pipeloom.split` gives them; the modules of a stage that was
-    made by hand are named by the number of the stage and their name within it.
+    made by hand are named by the number of the stage and their name within it. Copies of a stage are named alike: of
+    the model, `chain` stages are one copy.
     """
 
-    def __init__(self, seed: int, stages: Iterable[Stage]) -> None:
+    def __init__(self, seed: int, stages: Iterable[Stage], chain: int) -> None:
         self._seed = seed
         self._now: tuple[int, int] | None = None
         self._recomputes = False
         self._calls: Counter[tuple[int, str]] = Counter()
         self._hooks: list[RemovableHandle] = []
+        names: dict[nn.Module, str] = {}
         for stage in stages:
             for inner, module in stage.module.named_modules():
-                name = inner if stage.whole else f"{stage.index}:{inner}"
-                self._hooks.append(module.register_forward_pre_hook(self._hook(name)))
+                names.setdefault(module, inner if stage.whole else f"{stage.index % chain}:{inner}")
+        for module, name in names.items():
+            self._hooks.append(module.register_forward_pre_hook(self._hook(name)))
 
     def remove(self) -> None:
         """Leave the modules as they were."""

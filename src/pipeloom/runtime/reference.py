@@ -1,7 +1,8 @@
 """What one process computes: the numbers that a pipeline must equal.
 
 For each microbatch this is plain autograd of the weighted loss through the whole model. The gradients are added up
-stage by stage, in the order of that stage's own W or B actions, and forwards run in the order of its F actions. On the
+stage by stage, in the order of that stage's own W or B actions, and forwards run in the order of its F actions. Of a
+schedule with copies of the model, what each copy's actions bring is added up first, and then the copies in turn. On the
 CPU in float32, with the same number of threads, a pipeline equals it to the bit.
 """
 
@@ -9,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from itertools import chain
+from operator import add
 from typing import Any
 
 import torch
@@ -42,7 +46,8 @@ def step(
     """One step of the whole model in one process; gradients add up in the parameters' `.grad`.
 
     Args:
-        stages: the stages of the model, all of them, in order; their modules may be any, and share what they like.
+        stages: the stages of the model, all of them, in order, each once even if the schedule has copies; their modules
+            may be any, and share what they like.
         schedule: whose microbatches and orders are taken.
         args: the inputs of the model, a whole batch.
         loss_fn, target, losses, weight, scaler, kwargs: as for `Pipeline` and `Pipeline.step`; `handling` is the
@@ -80,11 +85,13 @@ def step(
         parameter.grad = gradient
     orders = _orders(schedule, (Kind.B, Kind.W))
     for stage, own in enumerate(trainable):
-        for microbatch in orders[stage]:
-            for parameter in own:
-                value = gradients[microbatch].pop(parameter, None)
-                if value is not None:
-                    parameter.grad = value if parameter.grad is None else parameter.grad + value
+        for parameter in own:
+            brought = [
+                [gradients[index].pop(parameter) for index in order if parameter in gradients[index]]
+                for order in orders[stage :: len(modules)]
+            ]
+            for value in brought[0] if len(brought) == 1 else _sum(brought):
+                parameter.grad = value if parameter.grad is None else parameter.grad + value
     if losses is not None:
         losses[:] = [loss.detach() for loss in found]
     return merge([map_tensors(Tensor.detach, output) for output in outputs])
@@ -121,7 +128,7 @@ def _seeded(
         yield lambda _, __: None
         return
     named = [stage if isinstance(stage, Stage) else Stage(stage, index) for index, stage in enumerate(stages)]
-    randomness = Randomness(seed, named)
+    randomness = Randomness(seed, named, len(named))
     try:
         with randomness.during():
             yield lambda index, backward: (randomness.backward if backward else randomness.forward)(number, index)
@@ -131,10 +138,9 @@ def _seeded(
 
 def _modules(stages: Sequence[nn.Module | Stage], schedule: Schedule) -> list[nn.Module]:
     modules = [stage.module if isinstance(stage, Stage) else stage for stage in stages]
-    if len(modules) != schedule.stages:
-        raise ValueError(
-            f"{schedule.name} has {schedule.stages} stages; the reference takes all of them, got {len(modules)}"
-        )
+    stages = schedule.wiring.stages
+    if len(modules) != stages:
+        raise ValueError(f"{schedule.name} has {stages} stages; the reference takes all of them, got {len(modules)}")
     return modules
 
 
@@ -161,12 +167,13 @@ def _forward(
     wiring = schedule.wiring
     values: list[Sequence[Any]] = [inputs]
     skips: dict[int, list[Any]] = {}
-    for stage, (module, order) in enumerate(zip(modules, _orders(schedule, (Kind.F,)), strict=True)):
+    orders = _orders(schedule, (Kind.F,))
+    for stage, module in enumerate(modules):
         names = keywords_of(module)
         outputs: list[Any] = [None] * len(inputs)
-        for microbatch in order:
-            chain = values[-1][microbatch]
-            arguments = [*chain] if isinstance(chain, tuple) else [chain]
+        for microbatch in chain(*orders[stage :: wiring.stages]):
+            value = values[-1][microbatch]
+            arguments = [*value] if isinstance(value, tuple) else [value]
             arguments += [skips[source][microbatch] for source in wiring.sources(stage)[1:]]
             given = {name: each for name, each in keywords[microbatch].items() if names is None or name in names}
             microbatch_begins(microbatch, False)
@@ -179,6 +186,12 @@ def _forward(
             outputs = [output[:-1] if len(output) > 2 else output[0] for output in outputs]
         values.append(outputs)
     return list(values[-1])
+
+
+def _sum(brought: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The sum over all copies of what each has brought, if any has brought something."""
+    sums = [reduce(add, each) for each in brought if each]
+    return [reduce(add, sums)] if sums else []
 
 
 def _loss(loss_fn: Callable[..., Any], output: Any, target: Sequence[Any]) -> Tensor:

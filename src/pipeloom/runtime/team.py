@@ -12,6 +12,7 @@ from pipeloom.action import Action
 from pipeloom.errors import PipelineError, PipeloomError
 from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.control import Control
+from pipeloom.runtime.executor import Run
 from pipeloom.runtime.failure import excerpt
 from pipeloom.runtime.microbatches import Weight
 from pipeloom.runtime.replicas import Replicas
@@ -24,7 +25,7 @@ class Team:
 
     Args:
         group: the ranks; None, or a group of one, where there is no other.
-        ends: where the chain of stages begins and ends.
+        ends: where the chains of stages begin and end.
         transport: "auto", "local" or "torch".
         device: where the tensors are.
         deadline: seconds of silence after which a rank counts as failed.
@@ -85,11 +86,27 @@ class Team:
                 self._tell(self._control, error, where())
             raise
 
+    def exchange(self, run: Run) -> None:
+        """Add to `run` the losses and outputs of those that have run other microbatches, in their copy of the model."""
+        others = set(self._ends.last_ranks) - {self._ends.rank}
+        if not self._ends.last or not others:
+            return
+        assert self.transport is not None
+        meshes = run.work.meshes
+        own = (run.losses, meshes.flat(run.outputs))
+        coming = [self.transport.receive(rank) for rank in others]
+        for rank in others:
+            self.transport.send(rank, own)
+        for losses, outputs in [each.wait() for each in coming]:  # type: ignore[misc]
+            run.losses |= losses
+            run.outputs |= meshes.whole(outputs)
+        self.transport.flush()
+
     def settle(self) -> None:
         """At the end of a step: both ends have compared what they hold, before anybody relies on it."""
         if self._control is not None:
             if self._ends.first or self._ends.last:
-                for rank in {self._ends.first_rank, self._ends.last_rank} - {self._ends.rank}:
+                for rank in self._ends.others:
                     self._ask(rank, "sizes")
             self._control.check()
 

@@ -1,4 +1,4 @@
-"""Weights that several stages share: gradients are added up over all copies, and the copies stay equal."""
+"""Weights that are in several places, tied or in copies of the model: gradients are added up, the copies stay equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import PipelineError
+from pipeloom.runtime.copies import ModelCopies, set_gradient
 from pipeloom.runtime.replicas import local
+from pipeloom.schedule import Schedule
 
 
 @dataclass(slots=True)
@@ -28,10 +30,22 @@ class _Tie:
 
 
 class Ties:
-    """All ties of a pipeline, whose stages on this rank are `modules`, by number."""
+    """All weights of a pipeline that are in several places; its stages on this rank are `modules`, by number.
 
-    def __init__(self, modules: Mapping[int, nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    Raises:
+        PipelineError: copies of a stage do not fit each other; every rank raises.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
         self._modules = modules
+        self._chain = schedule.wiring.stages
+        self._copies = ModelCopies(modules, schedule, group, device)
         self._group = group
         self._device = device
         self._ties: list[_Tie] = []
@@ -39,7 +53,7 @@ class Ties:
         """The names that were tied, one tuple a weight."""
 
     def __bool__(self) -> bool:
-        return bool(self._ties)
+        return bool(self._ties) or bool(self._copies)
 
     def add_all(self, ties: Sequence[Sequence[str]]) -> None:
         """Add the ties that this rank's stages name; every rank calls this, also one that holds no stage."""
@@ -61,19 +75,21 @@ class Ties:
         Raises:
             PipelineError: a name is nowhere or in several stages, or shapes differ; every rank raises.
         """
-        found = [_find(self._modules, name) for name in names]
+        found = [_find(self._modules, name, self._chain) for name in names]
         rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
-        table = torch.zeros(2, ranks, len(names), dtype=torch.int64, device=self._device)
-        for index, copies in enumerate(found):
-            table[0, rank, index] = len(copies)
-            table[1, rank, index] = _fingerprint(copies[0]) if copies else 0
+        table = torch.zeros(3, ranks, len(names), dtype=torch.int64, device=self._device)
+        for index, places in enumerate(found):
+            first = list(dict.fromkeys(parameter for stage, parameter in places.items() if stage < self._chain))
+            table[0, rank, index] = len(places)
+            table[1, rank, index] = len(first)
+            table[2, rank, index] = _fingerprint(first[0]) if first else 0
         if self._group:
             dist.all_reduce(table, group=self._group)
-        counts, fingerprints = table.cpu()
+        held, counts, fingerprints = table.cpu()
         _refuse_misfits(names, counts.sum(0).tolist(), fingerprints.sum(0).tolist())
-        holders = counts.any(1).nonzero().flatten().tolist()
+        holders = held.any(1).nonzero().flatten().tolist()
         leader = int(counts[:, 0].argmax())
-        own = list({id(copy): copy for copies in found for copy in copies}.values())
+        own = list(dict.fromkeys(parameter for places in found for parameter in places.values()))
         group = None
         if self._group and own and len(holders) > 1:
             members = [dist.get_global_rank(self._group, each) for each in holders]
@@ -86,8 +102,11 @@ class Ties:
         self._ties.append(_Tie(own, rank == leader, group))
         self.names.append(tuple(names))
 
-    def copies(self) -> set[nn.Parameter]:
-        """This rank's copies."""
+    def parameters(self) -> set[nn.Parameter]:
+        """This rank's parameters that are in several places."""
+        return self._tied() | self._copies.parameters()
+
+    def _tied(self) -> set[nn.Parameter]:
         return {copy for tie in self._ties for copy in tie.own}
 
     def uncounted(self) -> Iterator[nn.Parameter]:
@@ -101,14 +120,25 @@ class Ties:
             tie.held = tie.own[0].grad if tie.own else None
             for copy in tie.own:
                 copy.grad = None
+        self._copies.begin()
 
     def abort(self) -> None:
         """Put the gradients of earlier steps back; nothing of this step remains."""
+        self._copies.abort()
         for tie in self._ties:
             self._set(tie, tie.held)
 
+    def refuse_changed_buffers(self) -> None:
+        """Refuse what forwards have changed where no copy of the model can have the value of one process.
+
+        Raises:
+            PipelineError: a buffer has changed.
+        """
+        self._copies.refuse_changed_buffers()
+
     def finish(self) -> None:
-        """Add up what this step brought to all copies; every rank calls this."""
+        """Add up what this step brought to all places; every rank calls this."""
+        self._copies.finish(apart=self._tied())
         if not self._ties:
             return
         brought = [_sum([copy.grad for copy in tie.own if copy.grad is not None]) for tie in self._ties]
@@ -126,17 +156,19 @@ class Ties:
 
     def _set(self, tie: _Tie, gradient: Tensor | None) -> None:
         tie.held = None
-        for index, copy in enumerate(tie.own):
-            copy.grad = gradient.clone() if gradient is not None and index else gradient
+        set_gradient(tie.own, gradient)
 
 
-def _find(modules: Mapping[int, nn.Module], name: str) -> list[nn.Parameter]:
+def _find(modules: Mapping[int, nn.Module], name: str, chain: int) -> dict[int, nn.Parameter]:
+    """The parameter by the number of its stage, in every copy of the model, a chain of so many stages, that is here."""
     stage, colon, inner = name.partition(":")
     if colon and stage.isdecimal():
-        modules = {int(stage): modules[int(stage)]} if int(stage) in modules else {}
+        modules = {number: module for number, module in modules.items() if number % chain == int(stage)}
         name = inner
-    owned = [dict(module.named_parameters(remove_duplicate=False)) for module in modules.values()]
-    return list({id(found[name]): found[name] for found in owned if name in found}.values())
+    owned = {
+        number: dict(module.named_parameters(remove_duplicate=False)) for number, module in modules.items()
+    }
+    return {number: found[name] for number, found in owned.items() if name in found}
 
 
 def _fingerprint(parameter: nn.Parameter) -> int:

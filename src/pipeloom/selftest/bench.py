@@ -15,7 +15,7 @@ from pipeloom.passes import forward_only
 from pipeloom.runtime import Pipeline, Stage, reference
 from pipeloom.runtime.tree import tensors
 from pipeloom.schedule import Schedule
-from pipeloom.selftest.models import WIDTH, square
+from pipeloom.selftest.models import WIDTH, Counting, square
 
 Build = Callable[[int], list[nn.Module]]
 """Makes the modules of so many stages; the same ones each time."""
@@ -86,8 +86,9 @@ class Pair:
         options: Mapping[str, Any],
     ) -> None:
         self.schedule = schedule
-        self.whole = build(schedule.stages)
-        modules = build(schedule.stages)
+        self._chain = schedule.wiring.stages
+        self.whole = build(self._chain)
+        modules = [module for _ in range(schedule.wiring.copies) for module in build(self._chain)]
         self.own = {stage: modules[stage] for stage in schedule.stages_of(rank)}
         self.collected: list[Tensor] = []
         """What stages of the whole model add to the loss."""
@@ -188,7 +189,7 @@ class Pair:
         for stage, module in self.own.items():
             for key, parameter in module.named_parameters():
                 found[f"the gradient of {key} of stage {stage}"] = _copy(parameter.grad)
-            for key, tensor in module.state_dict().items():
+            for key, tensor in {**dict(module.named_buffers()), **module.state_dict()}.items():
                 found[f"{key} of stage {stage}"] = _copy(tensor)
         return found
 
@@ -215,15 +216,31 @@ class Pair:
     def same_gradients(self) -> None:
         """Raise unless the gradients of both are equal."""
         for stage, module in self.own.items():
-            for (key, own), whole in zip(module.named_parameters(), self.whole[stage].parameters(), strict=True):
+            for (key, own), whole in zip(
+                module.named_parameters(), self.whole[stage % self._chain].parameters(), strict=True
+            ):
                 self.same(f"the gradient of {key} of stage {stage}", own.grad, whole.grad)
 
     def same_state(self) -> None:
-        """Raise unless the weights and buffers of both are equal."""
+        """Raise unless the weights, buffers and counts of both are equal; every rank calls this."""
         for stage, module in self.own.items():
-            expected = self.whole[stage].state_dict()
+            expected = self.whole[stage % self._chain].state_dict()
             for key, own in module.state_dict().items():
                 self.same(f"{key} of stage {stage}", own, expected[key])
+        for stage, (counted, whole) in enumerate(zip(*self._counts(), strict=True)):
+            self.same(f"the count of stage {stage}", counted, whole)
+
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        """How often things ran in each stage, in all copies of the pipeline and in one process."""
+        both = torch.zeros(2, self._chain, dtype=torch.long)
+        for stage, module in self.own.items():
+            if isinstance(module, Counting):
+                both[0, stage % self._chain] += module.counts
+        dist.all_reduce(both[0])
+        for stage, module in enumerate(self.whole):
+            if isinstance(module, Counting):
+                both[1, stage] = module.counts
+        return both[0], both[1]
 
     def _same_results(self, output: Any, losses: Sequence[Tensor], whole: Any, expected: Sequence[Tensor]) -> None:
         if not self.pipe.last:

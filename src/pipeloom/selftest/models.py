@@ -142,13 +142,13 @@ class _Scale(torch.autograd.Function):
 
 
 class Counting(nn.Module):
-    """Counts in buffers how often things run."""
+    """Counts in a buffer how often things run; copies of the model each have a count of their own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.counts: Tensor
-        self.register_buffer("counts", torch.zeros((), dtype=torch.long))
+        self.register_buffer("counts", torch.zeros((), dtype=torch.long), persistent=False)
 
 
 class Custom(Counting):

@@ -29,7 +29,7 @@ def several_steps(bench: Bench) -> None:
 def tied(bench: Bench) -> None:
     """One weight in the first stage and the last: the copies stay equal to the bit."""
     pair = bench.pair(each(models.Weight), exact=False)
-    last = bench.schedule.stages - 1
+    last = bench.schedule.wiring.stages - 1
     pair.whole[last].weight = pair.whole[0].weight
     pair.pipe.tie("0:weight", f"{last}:weight")
     train(pair)

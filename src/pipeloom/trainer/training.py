@@ -29,7 +29,7 @@ from pipeloom.trainer.verify import OneProcess
 
 
 def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
-    """Train as one rank of `schedule`, in a process group of as many ranks; the rank with the last stage reports.
+    """Train as one rank of `schedule`, in a process group of as many ranks; the rank of the last stage reports.
 
     Raises:
         DataError: this rank's text is not that of rank 0.
@@ -46,18 +46,19 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
     for stage in stages:
         fill(stage.module, config.seed, device)
     pipe = Pipeline(stages, schedule, loss_fn=loss_fn)
+    reports = pipe.rank == schedule.placement[schedule.wiring.stages - 1]
     optimizer = adamw([stage.module for stage in stages], config.optimizer)
     size = config.sequences(schedule.microbatches)
     saved = Saved(config, corpus.digest, size)
     done = saved.load(pipe, optimizer)
     if done == config.steps:
-        if pipe.last:
+        if reports:
             print(f"step {done}/{config.steps} was saved; there is nothing left to train", flush=True)
         pipe.close()
         return
-    one_process = OneProcess(config, schedule, device) if config.verify and pipe.last else None
+    one_process = OneProcess(config, schedule, device) if config.verify and reports else None
     tokens = size * config.model.context
-    with Report(config.steps, tokens, config.metrics, done) if pipe.last else nullcontext() as report:
+    with Report(config.steps, tokens, config.metrics, done) if reports else nullcontext() as report:
         if report:
             settings = dataclasses.asdict(config) | {"data": str(config.data), "batch_size": size, "done": done}
             settings |= {"checkpoint": str(config.checkpoint), "trace": str(config.trace)}

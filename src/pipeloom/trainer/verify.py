@@ -20,7 +20,8 @@ class OneProcess:
         with torch.device("meta"):
             model = GPT(config.model)
         stages = [stage for rank in range(schedule.ranks) for stage in split(model, into=schedule, rank=rank)]
-        self._stages = sorted(stages, key=lambda stage: stage.index)
+        first_copy = [stage for stage in stages if stage.index < schedule.wiring.stages]
+        self._stages = sorted(first_copy, key=lambda stage: stage.index)
         for stage in self._stages:
             fill(stage.module, config.seed, device)
         self._schedule, self._clip, self._device = schedule, config.optimizer.clip, device
