@@ -17,6 +17,8 @@ from pipeloom.errors import BatchError, PipelineError
 from pipeloom.runtime.launcher import launch
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+COPIES = ["DualPipe", "Chimera"]
+"""Those that hold the model twice; their ranks are even."""
 
 HAND_WRITTEN = """
 # two ranks, a V placement, no order that a generator makes: microbatches cross over, whole and split backwards mixed
@@ -32,8 +34,9 @@ class Side:
         torch.set_num_threads(1)  # what a rank of several has
         self.schedule = schedule
         self.rank = dist.get_rank()
-        self.whole = build(schedule.stages)
-        modules = build(schedule.stages)
+        self.chain = schedule.wiring.stages
+        self.whole = build(self.chain)
+        modules = [module for _ in range(schedule.wiring.copies) for module in build(self.chain)]
         self.own = {stage: modules[stage] for stage in schedule.stages_of(self.rank)}
         self.loss_fn = options.pop("loss_fn", cross_entropy)
         self.weight = options.get("weight", "samples")
@@ -45,7 +48,9 @@ class Side:
         return [
             (f"{stage}.{name}", own, whole)
             for stage, module in self.own.items()
-            for (name, own), whole in zip(module.named_parameters(), self.whole[stage].parameters(), strict=True)
+            for (name, own), whole in zip(
+                module.named_parameters(), self.whole[stage % self.chain].parameters(), strict=True
+            )
         ]
 
     def step(self, x: Tensor, y: Tensor, **options: Any) -> None:
@@ -125,12 +130,12 @@ def train(name: str, microbatches: int, steps: int) -> None:
     side.pipe.close()
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "hand-written"])
+@pytest.mark.parametrize("name", [*SCHEDULES, *COPIES, "hand-written"])
 def test_trains_on_two_ranks(name: str) -> None:
     launch(train, 2, name, 5, 20)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*SCHEDULES, *COPIES])
 def test_trains_on_four_ranks(name: str) -> None:
     launch(train, 4, name, 8, 20)
 
@@ -146,7 +151,8 @@ def sizes(cases: Sequence[tuple[str, int]]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_size_runs(ranks: int) -> None:
-    launch(sizes, ranks, [(name, microbatches) for name in SCHEDULES for microbatches in (1, 2, 3, 7)])
+    names = SCHEDULES if ranks % 2 else [*SCHEDULES, *COPIES]
+    launch(sizes, ranks, [(name, microbatches) for name in names for microbatches in (1, 2, 3, 7)])
 
 
 class Counts(nn.Module):

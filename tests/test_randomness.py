@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,14 @@ def train(name: str, folder: Path) -> None:
 
 
 def test_dropout_does_not_depend_on_the_cut(tmp_path: Path) -> None:
-    cases = [("GPipe", 1), ("1F1B", 2), ("DualPipeV", 2), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 4)]
+    cases = [
+        ("GPipe", 1),
+        ("1F1B", 2),
+        ("DualPipeV", 2),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 4),
+        ("DualPipe", 4),
+    ]
     whole = model()
     expected: list[Tensor] = []
     schedule = make("GPipe", 1, 4)
@@ -79,8 +87,10 @@ def test_dropout_does_not_depend_on_the_cut(tmp_path: Path) -> None:
         found = next(file["losses"] for file in files if file["losses"])
         assert all(map(torch.equal, found, expected)), name
         gradients = {key: value for file in files for key, value in file["gradients"].items()}
+        # Copies are added up in another order.
+        same = partial(torch.allclose, atol=1e-5) if name == "DualPipe" else torch.equal
         for key, parameter in whole.named_parameters():
-            assert torch.equal(gradients[key], parameter.grad), (name, key)  # type: ignore[arg-type]
+            assert same(gradients[key], parameter.grad), (name, key)  # type: ignore[arg-type]
 
 
 def test_steps_and_microbatches_draw_other_numbers() -> None:

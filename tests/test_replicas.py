@@ -21,7 +21,7 @@ from models import Block, cross_entropy, gpt, text
 from pipeloom.errors import BatchError, PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
 
-SCHEDULES = ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+SCHEDULES = ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "DualPipe"]
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -64,8 +64,9 @@ class Side:
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         self.replica = self.mesh.get_local_rank("dp")
         self.schedule = pl.schedules.make(name, ranks=2, microbatches=microbatches)
-        self.whole = gpt(self.schedule.stages)
-        modules = gpt(self.schedule.stages)
+        self.chain = self.schedule.wiring.stages
+        self.whole = gpt(self.chain)
+        modules = [module for _ in range(self.schedule.wiring.copies) for module in gpt(self.chain)]
         mine = self.schedule.stages_of(self.mesh.get_local_rank("pp"))
         stages = [pl.Stage(wrap(modules[index], self.mesh["dp"]), index) for index in mine]
         self.pipe = pl.Pipeline(
@@ -75,7 +76,7 @@ class Side:
     def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
         """Name, own parameter, parameter of the whole model."""
         return [
-            (f"{stage}.{name}", own, dict(self.whole[stage].named_parameters())[name])
+            (f"{stage}.{name}", own, dict(self.whole[stage % self.chain].named_parameters())[name])
             for stage, module in self.pipe.modules.items()
             for name, own in module.named_parameters()
         ]
@@ -169,8 +170,9 @@ def accumulate(name: str, wraps: list[Wrap]) -> None:
         side.pipe.close()
 
 
-def test_gradients_wait_for_being_reduced() -> None:
-    launch(accumulate, 4, "ZBVZeroBubble", WRAPPERS, timeout=60.0)
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipe"])
+def test_gradients_wait_for_being_reduced(name: str) -> None:
+    launch(accumulate, 4, name, WRAPPERS, timeout=60.0)
 
 
 def count(target: Tensor) -> Tensor:

@@ -48,9 +48,14 @@ def test_a_part_of_the_matrix() -> None:
         assert BY_NAME[outcome.case].refused in outcome.reason
 
 
-@pytest.mark.parametrize("name", ["DualPipe", "Chimera", "Seq1F1B"])
-def test_what_cannot_be_run_yet_is_refused(name: str) -> None:
-    (outcome,) = run(make(name, ranks=2, microbatches=4), [BY_NAME["plain"]])
+def test_copies_of_the_model() -> None:
+    cases = [BY_NAME[name] for name in [*PART, "checkpoint", "batch-norm"] if name not in ("skips", "compiled")]
+    outcomes = kinds(list(run(make("DualPipe", ranks=2, microbatches=4), cases)))
+    assert outcomes == dict.fromkeys((case.name for case in cases), "equal") | {"batch-norm": "refused"}
+
+
+def test_what_cannot_be_run_yet_is_refused() -> None:
+    (outcome,) = run(make("Seq1F1B", ranks=2, microbatches=4), [BY_NAME["plain"]])
     assert outcome.kind == "refused"
     assert "can be checked and priced, but not run yet" in outcome.reason
 

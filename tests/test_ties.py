@@ -122,3 +122,32 @@ def idle() -> None:
 
 def test_a_rank_without_stages_takes_part() -> None:
     launch(idle, 3)
+
+
+def overlap() -> None:
+    """Two ties, one between the first two ranks and one between the last two."""
+    schedule = make("1F1B", 3, 3)
+    whole = [Block() for _ in range(3)]
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    module = Block()
+    pipe = pl.Pipeline([pl.Stage(module, rank)], schedule, loss_fn=lambda output: output.square().mean())
+    pipe.tie("0:out.weight", "1:out.weight")
+    pipe.tie("1:out.bias", "2:out.bias")
+    for number, each in enumerate(whole):
+        for name, parameter in each.named_parameters():
+            value = module.get_parameter(name).detach().clone()
+            dist.broadcast(value, number)
+            parameter.detach().copy_(value)
+    whole[1].out.weight = whole[0].out.weight
+    whole[2].out.bias = whole[1].out.bias
+    x = torch.randn(6, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+    pipe.step(*([x] if pipe.first else []))
+    pl.reference.step(whole, schedule, x, loss_fn=lambda output: output.square().mean())
+    for (name, one), other in zip(module.named_parameters(), whole[rank].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+    pipe.close()
+
+
+def test_ties_between_other_ranks_each() -> None:
+    launch(overlap, 3)

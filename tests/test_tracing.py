@@ -17,12 +17,12 @@ from pipeloom.errors import PipelineError
 from pipeloom.runtime.launcher import launch
 from pipeloom.runtime.tracing import _offset
 from pipeloom.runtime.transport import connect
-from test_pipeline import SCHEDULES, make
+from test_pipeline import COPIES, SCHEDULES, make
 
 
 def traced(name: str) -> None:
     schedule = make(name, 2, 4)
-    modules = gpt(schedule.stages)
+    modules = gpt(schedule.wiring.stages) * schedule.wiring.copies
     stages = [pl.Stage(modules[stage], stage) for stage in schedule.stages_of(dist.get_rank())]
     pipe = pl.Pipeline(stages, schedule, loss_fn=cross_entropy)
     x, y = text(8, seed=0)
@@ -54,7 +54,7 @@ def traced(name: str) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*SCHEDULES, *COPIES])
 def test_what_really_ran(name: str) -> None:
     launch(traced, 2, name)
 

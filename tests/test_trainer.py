@@ -165,8 +165,8 @@ def test_a_wrong_schedule_is_refused_before_anything_starts(tmp_path: Path) -> N
     assert "has no backward actions" in run("--schedule", csv).stderr
 
 
-@pytest.mark.parametrize("name", ["DualPipe", "Chimera", "Seq1F1B"])
-def test_a_schedule_that_cannot_be_run_is_refused_once(name: str, text: Path) -> None:
+def test_a_schedule_that_cannot_be_run_is_refused_once(text: Path) -> None:
+    name = "Seq1F1B"
     ended = run("--schedule", name, "--ranks", "2", "--microbatches", "4", "--batch-size", "16", "--data", text)
     assert (ended.returncode, ended.stdout) == (1, "")
     (line,) = ended.stderr.splitlines()

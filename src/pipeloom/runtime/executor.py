@@ -149,6 +149,7 @@ class Run:
         except BaseException as error:
             error.add_note(f"in {self.cell} on rank {self.work.rank} of {self.work.schedule.name}")
             raise
+        self.cell = None
 
     def reduce(self, stage: int) -> None:
         """Average the gradients of a stage over its replicas, unless this step leaves it to a later one."""

@@ -102,7 +102,7 @@ class Pipeline:
         self._randomness = Randomness(seed, stages, self.schedule.wiring.stages) if seed is not None else None
         self.steps = 0
         """How many steps are done; it keys random numbers where there is a `seed`."""
-        self._ties = Ties(self._modules, self.schedule, self._group, self._device)
+        self._ties = Ties(self._modules, self.schedule, self._group, self._team.transport, self._device)
         self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
         self._replicas.later = self._ties.parameters()
         self._run: Run | None = None
@@ -170,8 +170,9 @@ class Pipeline:
         """Forward and backward of one batch; gradients add up in the parameters' `.grad`.
 
         Args:
-            args: the inputs of the model, a whole batch; on the first stage's rank only.
-            target: what the loss is taken against, a whole batch; on the last stage's rank only.
+            args: the inputs of the model, a whole batch; on the first stage's rank only, and on that of every copy of it.
+            target: what the loss is taken against, a whole batch; on the last stage's rank only, and on that of every
+                copy of it.
             losses: a list that is emptied and filled with each microbatch's own loss, detached, in microbatch order.
             return_outputs: whether outputs are kept and returned.
             batch_id: what this batch is called, a number or a text; where both ends say it, it must be the same.
@@ -185,7 +186,8 @@ class Pipeline:
             kwargs: keyword arguments of the stages on this rank; each stage is given those that its forward takes.
 
         Returns:
-            The outputs of the model for the whole batch, detached, on the last stage's rank; None elsewhere.
+            The outputs of the model for the whole batch, detached, on the last stage's rank and on that of every copy
+            of it; None elsewhere.
 
         Raises:
             PipelineError: gradients are off, there is no loss, or gradients of a failed step are still held.
@@ -239,10 +241,7 @@ class Pipeline:
         try:
             with self._randomness.during() if self._randomness else nullcontext():
                 output = self._walk(None, batch, losses, train=True, keep=keep, reduce=reduce, scaler=scaler)
-            if self._ties:
-                self._ties.refuse_changed_buffers()
-                self._team.gather()
-                self._ties.finish()
+            self._ties.finish()
             self._replicas.finish_step(reduce=reduce)
         except BaseException:
             self._ties.abort()

@@ -8,10 +8,10 @@ CPU in float32, with the same number of threads, a pipeline equals it to the bit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from itertools import chain
 from operator import add
 from typing import Any
 
@@ -138,9 +138,9 @@ def _seeded(
 
 def _modules(stages: Sequence[nn.Module | Stage], schedule: Schedule) -> list[nn.Module]:
     modules = [stage.module if isinstance(stage, Stage) else stage for stage in stages]
-    stages = schedule.wiring.stages
-    if len(modules) != stages:
-        raise ValueError(f"{schedule.name} has {stages} stages; the reference takes all of them, got {len(modules)}")
+    chain = schedule.wiring.stages
+    if len(modules) != chain:
+        raise ValueError(f"{schedule.name} has {chain} stages; the reference takes all of them, got {len(modules)}")
     return modules
 
 
@@ -171,7 +171,7 @@ def _forward(
     for stage, module in enumerate(modules):
         names = keywords_of(module)
         outputs: list[Any] = [None] * len(inputs)
-        for microbatch in chain(*orders[stage :: wiring.stages]):
+        for microbatch in itertools.chain(*orders[stage :: wiring.stages]):
             value = values[-1][microbatch]
             arguments = [*value] if isinstance(value, tuple) else [value]
             arguments += [skips[source][microbatch] for source in wiring.sources(stage)[1:]]

@@ -12,6 +12,7 @@ from pipeloom.action import Action
 from pipeloom.errors import PipelineError, PipeloomError
 from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.control import Control
+from pipeloom.runtime.exchange import exchange
 from pipeloom.runtime.executor import Run
 from pipeloom.runtime.failure import excerpt
 from pipeloom.runtime.microbatches import Weight
@@ -88,19 +89,13 @@ class Team:
 
     def exchange(self, run: Run) -> None:
         """Add to `run` the losses and outputs of those that have run other microbatches, in their copy of the model."""
-        others = set(self._ends.last_ranks) - {self._ends.rank}
-        if not self._ends.last or not others:
+        if not self._ends.last or len({*self._ends.last_ranks}) == 1:
             return
-        assert self.transport is not None
-        meshes = run.work.meshes
-        own = (run.losses, meshes.flat(run.outputs))
-        coming = [self.transport.receive(rank) for rank in others]
-        for rank in others:
-            self.transport.send(rank, own)
-        for losses, outputs in [each.wait() for each in coming]:  # type: ignore[misc]
+        own = (run.losses, run.work.meshes.flat(run.outputs))
+        found = exchange(self.transport, self._ends.rank, self._ends.last_ranks, own)
+        for losses, outputs in (each for rank, each in found.items() if rank != self._ends.rank):
             run.losses |= losses
-            run.outputs |= meshes.whole(outputs)
-        self.transport.flush()
+            run.outputs |= run.work.meshes.whole(outputs)
 
     def settle(self) -> None:
         """At the end of a step: both ends have compared what they hold, before anybody relies on it."""

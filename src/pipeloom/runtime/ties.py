@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import PipelineError
 from pipeloom.runtime.copies import ModelCopies, set_gradient
+from pipeloom.runtime.exchange import exchange, share
 from pipeloom.runtime.replicas import local
+from pipeloom.runtime.transport import Transport
 from pipeloom.schedule import Schedule
 
 
@@ -23,8 +25,8 @@ class _Tie:
     """This rank's copies; there may be none."""
     leads: bool
     """Whether the first copy is here: where a weight is counted once, it is this copy that counts."""
-    group: dist.ProcessGroup | None
-    """The ranks that hold a copy, if they are several and this is one of them."""
+    ranks: list[int]
+    """The ranks that hold a copy."""
     held: Tensor | None = None
     """The gradient of earlier steps, while a step runs."""
 
@@ -41,19 +43,19 @@ class Ties:
         modules: Mapping[int, nn.Module],
         schedule: Schedule,
         group: dist.ProcessGroup | None,
+        transport: Transport | None,
         device: torch.device,
     ) -> None:
         self._modules = modules
         self._chain = schedule.wiring.stages
-        self._copies = ModelCopies(modules, schedule, group, device)
+        self._copies = ModelCopies(modules, schedule, group, transport, device)
         self._group = group
+        self._rank, self._ranks = (group.rank(), group.size()) if group else (0, 1)
+        self._transport = transport
         self._device = device
         self._ties: list[_Tie] = []
         self.names: list[tuple[str, ...]] = []
         """The names that were tied, one tuple a weight."""
-
-    def __bool__(self) -> bool:
-        return bool(self._ties) or bool(self._copies)
 
     def add_all(self, ties: Sequence[Sequence[str]]) -> None:
         """Add the ties that this rank's stages name; every rank calls this, also one that holds no stage."""
@@ -76,13 +78,12 @@ class Ties:
             PipelineError: a name is nowhere or in several stages, or shapes differ; every rank raises.
         """
         found = [_find(self._modules, name, self._chain) for name in names]
-        rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
-        table = torch.zeros(3, ranks, len(names), dtype=torch.int64, device=self._device)
+        table = torch.zeros(3, self._ranks, len(names), dtype=torch.int64, device=self._device)
         for index, places in enumerate(found):
             first = list(dict.fromkeys(parameter for stage, parameter in places.items() if stage < self._chain))
-            table[0, rank, index] = len(places)
-            table[1, rank, index] = len(first)
-            table[2, rank, index] = _fingerprint(first[0]) if first else 0
+            table[0, self._rank, index] = len(places)
+            table[1, self._rank, index] = len(first)
+            table[2, self._rank, index] = _fingerprint(first[0]) if first else 0
         if self._group:
             dist.all_reduce(table, group=self._group)
         held, counts, fingerprints = table.cpu()
@@ -90,16 +91,11 @@ class Ties:
         holders = held.any(1).nonzero().flatten().tolist()
         leader = int(counts[:, 0].argmax())
         own = list(dict.fromkeys(parameter for places in found for parameter in places.values()))
-        group = None
-        if self._group and own and len(holders) > 1:
-            members = [dist.get_global_rank(self._group, each) for each in holders]
-            group = dist.new_group(members, use_local_synchronization=True)
-        with torch.no_grad():
-            if group:
-                dist.broadcast(local(own[0]), group=group, group_src=holders.index(leader))
-            for copy in own[1:]:
-                local(copy).copy_(local(own[0]))
-        self._ties.append(_Tie(own, rank == leader, group))
+        if own:
+            value = share(self._transport, self._rank, leader, holders, local(own[0]))
+            for copy in own:
+                local(copy).copy_(value)
+        self._ties.append(_Tie(own, self._rank == leader, holders))
         self.names.append(tuple(names))
 
     def parameters(self) -> set[nn.Parameter]:
@@ -126,37 +122,24 @@ class Ties:
         """Put the gradients of earlier steps back; nothing of this step remains."""
         self._copies.abort()
         for tie in self._ties:
-            self._set(tie, tie.held)
-
-    def refuse_changed_buffers(self) -> None:
-        """Refuse what forwards have changed where no copy of the model can have the value of one process.
-
-        Raises:
-            PipelineError: a buffer has changed.
-        """
-        self._copies.refuse_changed_buffers()
+            set_gradient(tie.own, [], tie.held)
+            tie.held = None
 
     def finish(self) -> None:
-        """Add up what this step brought to all places; every rank calls this."""
-        self._copies.finish(apart=self._tied())
-        if not self._ties:
-            return
-        brought = [_sum([copy.grad for copy in tie.own if copy.grad is not None]) for tie in self._ties]
-        anywhere = torch.tensor([each is not None for each in brought], dtype=torch.int32, device=self._device)
-        if self._group:
-            dist.all_reduce(anywhere, group=self._group)
-        for tie, own, used in zip(self._ties, brought, anywhere.tolist(), strict=True):
-            if not used or not tie.own:
-                self._set(tie, tie.held)
-                continue
-            total = own if own is not None else torch.zeros_like(tie.own[0])
-            if tie.group:
-                dist.all_reduce(local(total), group=tie.group)
-            self._set(tie, total if tie.held is None else tie.held + total)
+        """Add up what this step brought to all places.
 
-    def _set(self, tie: _Tie, gradient: Tensor | None) -> None:
-        tie.held = None
-        set_gradient(tie.own, gradient)
+        Raises:
+            PipelineError: a forward has changed what copies of the model cannot have in common.
+            PeerFailed: a rank of the pipeline failed.
+        """
+        self._copies.finish(apart=self._tied())
+        for tie in self._ties:
+            if tie.own:
+                brought = _sum([local(each.grad) for each in tie.own if each.grad is not None])
+                everywhere = exchange(self._transport, self._rank, tie.ranks, brought)
+                parts = [everywhere[rank] for rank in tie.ranks if everywhere[rank] is not None]
+                set_gradient(tie.own, parts, tie.held)
+                tie.held = None
 
 
 def _find(modules: Mapping[int, nn.Module], name: str, chain: int) -> dict[int, nn.Parameter]:
@@ -165,9 +148,7 @@ def _find(modules: Mapping[int, nn.Module], name: str, chain: int) -> dict[int, 
     if colon and stage.isdecimal():
         modules = {number: module for number, module in modules.items() if number % chain == int(stage)}
         name = inner
-    owned = {
-        number: dict(module.named_parameters(remove_duplicate=False)) for number, module in modules.items()
-    }
+    owned = {number: dict(module.named_parameters(remove_duplicate=False)) for number, module in modules.items()}
     return {number: found[name] for number, found in owned.items() if name in found}
 
 

@@ -78,6 +78,7 @@ def cases() -> list[Case]:
     """All cases; the first is one process."""
     sharded = (
         "1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
+        "DualPipe",
     )  # fmt: skip
     return [
         Case("", 1, 1, 1, "GPipe"),

@@ -31,7 +31,7 @@ def average(parameters: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGro
     this with the same parameters in the same order.
     """
     count = math.prod(group.size() for group in groups)
-    for bucket in buckets(parameters):
+    for bucket in _buckets(parameters):
         pieces = [local(each) if each.grad is None else local(each.grad) for each in bucket]
         present = [each.grad is not None for each in bucket]
         flat = torch.cat(
@@ -56,7 +56,7 @@ def average(parameters: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGro
             gradient.copy_(mean.view_as(gradient))
 
 
-def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """The parameters in lists of one dtype and device, none much larger than `_BUCKET`."""
     kinds = sorted(parameters, key=_kind)
     for _, same in groupby(kinds, key=_kind):
