@@ -81,10 +81,11 @@ def test_trains_and_evaluates_alike_on_one_rank_and_on_two(text: Path, tmp_path:
     assert one[-2]["loss"] < one[3]["loss"] < 5.6
 
 
-def test_verify_compares_every_step_with_one_process(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipe"])
+def test_verify_compares_every_step_with_one_process(name: str, text: Path, tmp_path: Path) -> None:
     options: list[str | Path] = [
         "--schedule",
-        "ZBVZeroBubble",
+        name,
         "--ranks",
         "2",
         "--data",
