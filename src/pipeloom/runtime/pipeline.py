@@ -170,7 +170,8 @@ class Pipeline:
         """Forward and backward of one batch; gradients add up in the parameters' `.grad`.
 
         Args:
-            args: the inputs of the model, a whole batch; on the first stage's rank only, and on that of every copy of it.
+            args: the inputs of the model, a whole batch; on the first stage's rank only, and on that of every copy of
+                it.
             target: what the loss is taken against, a whole batch; on the last stage's rank only, and on that of every
                 copy of it.
             losses: a list that is emptied and filled with each microbatch's own loss, detached, in microbatch order.
