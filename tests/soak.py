@@ -28,7 +28,6 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH
 from pipeloom.errors import PeerFailed
-from pipeloom.runtime.transport import _torch
 from processes import run_ranks
 
 SOON = 2.0
@@ -48,8 +47,6 @@ class Case:
     ranks: int
     microbatches: int
     transport: Literal["local", "torch"]
-    gloo: bool
-    """Whether small messages go over gloo too, over torch's transport."""
     how: How
     rank: int
     at: int
@@ -62,12 +59,11 @@ def case(seed: int) -> Case:
     microbatches = chance.randint(2, 7)
     how: How = chance.choice(list(How.__args__))  # type: ignore[attr-defined]
     transport: Literal["local", "torch"] = chance.choice(["local", "torch"])
-    gloo = chance.random() < 0.7
     if how == "stop":
         transport = "local"  # over gloo silence ends with the group's own time-out
     schedule = pl.schedules.make(name, ranks=ranks, microbatches=microbatches)
     rank = schedule.placement[schedule.stages - 1] if how == "raise in the loss" else chance.randrange(ranks)
-    return Case(name, ranks, microbatches, transport, gloo, how, rank, chance.randrange(microbatches))
+    return Case(name, ranks, microbatches, transport, how, rank, chance.randrange(microbatches))
 
 
 class BoomError(ArithmeticError):
@@ -127,8 +123,6 @@ def work(broken: Case, group: dist.ProcessGroup, folder: Path) -> None:
         if stage in held
     }
     losses_left: list[int] = []
-    if broken.gloo:
-        _torch.SMALL = -1
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         if losses_left:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -37,11 +35,7 @@ class LocalTransport:
             connection.begin(number)
 
     def send(self, rank: int, value: Tree) -> None:
-        self.send_packed(rank, *pack(value))
-
-    def send_packed(self, rank: int, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Send what `pack` made of a value."""
-        self._connections[rank].send(header, tensors)
+        self._connections[rank].send(*pack(value))
 
     def receive(self, rank: int) -> Pending:
         return self._connections[rank].posted.post()

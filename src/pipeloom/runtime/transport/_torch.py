@@ -16,19 +16,16 @@ import torch.distributed as dist
 from pipeloom.errors import MessageError, PipelineError
 from pipeloom.runtime.transport._interface import Pending, Tree, Watch
 from pipeloom.runtime.transport._local import LocalTransport
-from pipeloom.runtime.transport._tree import Layout, Spec, flat, in_tuple, pack, read
+from pipeloom.runtime.transport._tree import Layout, Spec, flat, pack, read
 
 _Works: TypeAlias = "queue.Queue[list[tuple[dist.Work, torch.Tensor]] | None]"
 
-SMALL = 16 << 10
-"""A message of the processor's tensors that are no larger goes with its header: it is there sooner than gloo's threads
-on both sides have woken up."""
 _MOST_BYTES = 64 << 20
 """More than this is not kept by sends that are over."""
 
 
 class TorchTransport:
-    """Headers and what is small go over our own transport, from processor to processor; tensors by `isend` and `irecv`.
+    """Headers go over our own transport, from processor to processor; tensors by `isend` and `irecv`.
 
     The header comes first, so a receive allocates what is right for this very message, and a rank that fails is noticed
     while waiting for it. A message's tensors are received before those of the next one from the same rank. With gloo
@@ -95,9 +92,6 @@ class TorchTransport:
 
     def send(self, rank: int, value: Tree) -> None:
         header, tensors = pack(value)
-        if self._stream is None and sum(tensor.nbytes for tensor in tensors) <= SMALL:
-            self._headers.send_packed(rank, in_tuple(header), tensors)
-            return
         self._headers.send(rank, header)
         for tensor in tensors:
             if tensor.numel():
@@ -113,17 +107,13 @@ class TorchTransport:
 
     def start_next(self, rank: int) -> None:
         """Wait for the next header from `rank`, and start to receive its tensors for the receive that was posted."""
-        found = self._headers.receive(rank).wait()
+        header = self._headers.receive(rank).wait()
+        if not isinstance(header, bytes):
+            raise MessageError(f"rank {rank} sent a {type(header).__name__} where a header was due")
+        layout = read(header)
         incoming = self._waiting[rank].popleft()
-        if isinstance(found, tuple):
-            (incoming.value,) = found
-        elif isinstance(found, bytes):
-            layout = read(found)
-            incoming.parts = [self._irecv(rank, spec) for spec in layout.specs]
-            incoming.layout = layout
-        else:
-            raise MessageError(f"rank {rank} sent a {type(found).__name__} where a header was due")
-        incoming.begun = True
+        incoming.parts = [self._irecv(rank, spec) for spec in layout.specs]
+        incoming.layout = layout
 
     def finish(self, rank: int, tensor: torch.Tensor, work: dist.Work | None) -> None:
         """Wait until `tensor` has been received; on a GPU, have what uses it wait."""
@@ -167,23 +157,18 @@ class TorchTransport:
 
 
 class _Incoming:
-    """A receive that was posted. Once its message has begun it has a value or, if tensors follow, a layout."""
+    """A receive that was posted; it has a layout once its header was read and its tensors are on their way."""
 
-    __slots__ = ("_rank", "_transport", "begun", "layout", "parts", "value")
+    __slots__ = ("_rank", "_transport", "layout", "parts")
 
     def __init__(self, transport: TorchTransport, rank: int) -> None:
         self._transport, self._rank = transport, rank
-        self.begun = False
-        self.value: Tree = None
         self.layout: Layout | None = None
         self.parts: list[tuple[torch.Tensor, dist.Work | None]] = []
 
     def wait(self) -> Tree:
-        while not self.begun:
+        while self.layout is None:
             self._transport.start_next(self._rank)
-        if self.layout is None:
-            value, self.value = self.value, None
-            return value
         for tensor, work in self.parts:
             self._transport.finish(self._rank, tensor, work)
         tensors = [

@@ -87,11 +87,6 @@ def pack(value: Tree) -> tuple[bytes, list[torch.Tensor]]:
     return header, tensors
 
 
-def in_tuple(header: bytes) -> bytes:
-    """The header of a tuple that holds only the value of `header`."""
-    return _COUNT.pack(b"t", 1) + header
-
-
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor as bytes."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -266,7 +261,7 @@ class _Reader:
         return lambda _: value
 
     def container(self, mark: bytes, depth: int) -> _Build:
-        if depth > DEEPEST:  # one more than a value may be, for `in_tuple`
+        if depth == DEEPEST:
             self.fail(f"nested deeper than {DEEPEST}")
         count = self.number()
         if count > len(self.header) - self.at:
