@@ -112,17 +112,23 @@ class Connection:
         """Whether all of this step has; what an earlier one left behind does not matter."""
         return not self._left or self._left[-1].number < self._number
 
+    def head(self) -> tuple[int, Layout]:
+        """The number of the next message's step, and its layout. It waits for these, and may be called again after that
+        ended in an error."""
+        self._skip()
+        if not self._first:
+            self._first = self._get(_BLOCK)
+        number = int.from_bytes(self._first[:4], "little")
+        if number > self._number:  # it went on after this step had failed
+            raise self._failure()
+        layout = self._read_header(self._first[4:])
+        self._first = b""
+        return number, layout
+
     def _receive(self) -> Tree:
         """The next message of this step. A receive that ended in an error is taken up where it was."""
         while True:
-            self._skip()
-            if not self._first:
-                self._first = self._get(_BLOCK)
-            number = int.from_bytes(self._first[:4], "little")
-            if number > self._number:  # it went on after this step had failed
-                raise self._failure()
-            layout = self._read_header(self._first[4:])
-            self._first = b""
+            number, layout = self.head()
             self._unread = layout.nbytes
             if number == self._number:
                 return layout.build([self._receive_tensor(spec) for spec in layout.specs])

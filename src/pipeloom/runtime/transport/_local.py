@@ -21,35 +21,31 @@ class LocalTransport:
         self, group: dist.ProcessGroup, device: torch.device, watch: Watch | None = None, *, rings: bool = True
     ) -> None:
         self._sender = Sender()
-        self._connections: dict[int, Connection] = {}
+        self.connections: dict[int, Connection] = {}
         rank = group.rank()
         for other, peer in sorted(meet(group, "transport", unix=rings and _ring.available()).items()):
             try:
                 link = _ring.Ring(peer.socket, creates=rank < other) if peer.same_host else Stream(peer.socket)
             except ConnectionError as error:
                 raise PeerFailed(other, f"it ended before it could share memory ({error})", host=peer.host) from None
-            self._connections[other] = Connection(peer, link, self._sender, device, watch)
+            self.connections[other] = Connection(peer, link, self._sender, device, watch)
 
     def begin(self, number: int) -> None:
-        for connection in self._connections.values():
+        for connection in self.connections.values():
             connection.begin(number)
 
     def send(self, rank: int, value: Tree) -> None:
-        self._connections[rank].send(*pack(value))
+        self.connections[rank].send(*pack(value))
 
     def receive(self, rank: int) -> Pending:
-        return self._connections[rank].posted.post()
-
-    def ready(self, rank: int) -> bool:
-        """Whether the next message from `rank` begins to arrive, so that a wait for it will be short."""
-        return self._connections[rank].ready()
+        return self.connections[rank].posted.post()
 
     def flush(self) -> None:
-        for connection in self._connections.values():
+        for connection in self.connections.values():
             connection.flush()
 
     def close(self) -> None:
         self._sender.close()
-        for connection in self._connections.values():
+        for connection in self.connections.values():
             connection.link.close()
-        self._connections = {}
+        self.connections = {}
