@@ -37,8 +37,11 @@ class Carrier(Protocol):
             RuntimeError: the backend says that it will not.
         """
 
+    def drop(self, parts: Sequence[Part]) -> None:
+        """Let parts arrive that nobody waits for."""
+
     def flush(self, seconds: float) -> bool:
-        """Whether all sends are over, after so many seconds at most."""
+        """Whether all sends of this step are over, after so many seconds at most."""
 
     def abort(self) -> None:
         """Have all waits end, for good, where that takes a call."""

@@ -43,7 +43,7 @@ class Gloo:
         self._rank = group.rank()
         self._up, self._down = private(group, ranks), private(group, ranks)
         self._peers = [dist.get_group_rank(self._up, rank) for rank in ranks]
-        self._sends = _Sends()
+        self._pending = _Pending()
         self._ahead: dict[_Key, deque[Part]] = {}
         """Receives that no header has come for, in order."""
         self._bytes = 0
@@ -54,7 +54,7 @@ class Gloo:
 
     def begin(self) -> None:
         self._came.clear()
-        self._sends.forget()
+        self._pending.forget()
 
     def send(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -62,7 +62,7 @@ class Gloo:
                 copy = tensor.detach().to(_CPU, copy=True)
                 data = copy if copy.is_contiguous() else flat(copy)
                 group = self._up if self._rank < rank else self._down
-                self._sends.add(group.send([data], self._peers[rank], _tag(copy.nbytes)), copy)
+                self._pending.add(group.send([data], self._peers[rank], _tag(copy.nbytes)), copy)
 
     def receive(self, rank: int, specs: Sequence[Spec]) -> list[Part]:
         parts: list[Part] = []
@@ -83,18 +83,23 @@ class Gloo:
         if work is not None:
             work.wait()
 
+    def drop(self, parts: Sequence[Part]) -> None:
+        for tensor, work in parts:
+            if work is not None:
+                self._pending.add(work, tensor)
+
     def flush(self, seconds: float) -> bool:
         if self._came:
             self._last, self._came = self._came, Counter()
             for key, count in self._last.items():
                 self._post_ahead(key, count)
-        return self._sends.flush(seconds)
+        return self._pending.flush(seconds)
 
     def abort(self) -> None:
         """A wait for a rank that has ended ends by itself, and one for another rank is for what that has sent."""
 
     def close(self) -> None:
-        self._sends.close()
+        self._pending.close()
         self._ahead.clear()
         for group in (self._up, self._down):
             dist.destroy_process_group(group)
@@ -130,11 +135,12 @@ def _tag(nbytes: int) -> int:
     return min(nbytes, LARGEST_TAG)
 
 
-class _Sends:
-    """Sends that may not be over, each with what it sends. They are over only for those who wait: here, a thread.
+class _Pending:
+    """Sends and dropped receives that may not be over, each with its memory. Over gloo they are over only for those who
+    wait: here, a thread.
 
     It is given them at the end of a step, or when they hold much memory, as each wake-up of it takes time from compute.
-    A send that fails is over as well; whoever waits for the rank at its other end says why.
+    One that fails is over as well; whoever waits for the rank at its other end says why.
     """
 
     def __init__(self) -> None:
@@ -158,7 +164,7 @@ class _Sends:
             return not works.unfinished_tasks
 
     def forget(self) -> None:
-        """Leave sends that are not over to their thread, which ends with them or with the group."""
+        """Leave what is not over to its thread, which ends with it or with the group."""
         if not self.flush(0):
             self.close()
 

@@ -66,6 +66,9 @@ class Nccl:
             work.wait()
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
+    def drop(self, parts: Sequence[Part]) -> None:
+        """No step follows one that failed, so nothing is left to do."""
+
     def flush(self, seconds: float) -> bool:  # noqa: ARG002 - the streams wait, not this thread
         while self._sent:
             self.finish(self._sent.popleft())

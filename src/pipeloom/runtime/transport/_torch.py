@@ -9,7 +9,7 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import PipelineError, PipeloomError
+from pipeloom.errors import PipelineError
 from pipeloom.runtime.transport._carrier import Carrier, Part
 from pipeloom.runtime.transport._gloo import Gloo
 from pipeloom.runtime.transport._interface import Pending, Tree, Watch
@@ -55,8 +55,9 @@ class TorchTransport:
             )
         self._number = number
         self._headers.begin(number)
-        for incoming in list(self._coming):
-            incoming.wait()
+        for incoming in self._coming:
+            self._carrier.drop(incoming.parts)
+        self._coming.clear()
         self._waiting.clear()
         self._carrier.begin()
 
@@ -71,7 +72,7 @@ class TorchTransport:
         try:
             self._carrier.send(rank, tensors)
         except RuntimeError as error:
-            raise self._failure(rank, error) from None
+            raise self._failure(rank, error) from error
         self._headers.connections[rank].send(header, ())
         self._between = False
 
@@ -87,17 +88,17 @@ class TorchTransport:
         """Wait for the next header from `rank`, and have its tensors received for the receive that was posted."""
         number, layout = self._headers.connections[rank].head()
         self._between = True
-        fresh = number == self._number
-        incoming = self._waiting[rank].popleft() if fresh else _Incoming(self, rank)
         try:
-            incoming.parts = self._carrier.receive(rank, layout.specs)
+            parts = self._carrier.receive(rank, layout.specs)
         except RuntimeError as error:
-            raise self._failure(rank, error) from None
-        incoming.layout = layout
-        self._coming.add(incoming)
+            raise self._failure(rank, error) from error
+        if number == self._number:
+            incoming = self._waiting[rank].popleft()
+            incoming.layout, incoming.parts = layout, parts
+            self._coming.add(incoming)
+        else:
+            self._carrier.drop(parts)
         self._between = False
-        if not fresh:
-            incoming.wait()
 
     def finish(self, rank: int, incoming: _Incoming) -> None:
         """Wait for what is coming from `rank`."""
@@ -105,11 +106,11 @@ class TorchTransport:
             for part in incoming.parts:
                 self._carrier.finish(part)
         except RuntimeError as error:
-            raise self._failure(rank, error) from None
+            raise self._failure(rank, error) from error
         self._coming.discard(incoming)
 
     def _failure(self, rank: int, error: RuntimeError) -> Exception:
-        return error if self._watch is None or isinstance(error, PipeloomError) else self._watch.failure(rank)
+        return error if self._watch is None else self._watch.failure(rank)
 
     def flush(self) -> None:
         while not self._carrier.flush(0.1):
