@@ -13,7 +13,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import StrEnum
+from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
 from pipeloom._base import ActionError, shown
@@ -102,6 +105,15 @@ class Action(NamedTuple):
                 return cls(-1, Kind.OVERLAP_F_B, -1, plain)
         return _Reader(text).cell()
 
+
+def actions(stage: int, kind: Kind, microbatches: Iterable[int], far: int = -1) -> list[Action]:
+    """The actions of one kind and stage for many microbatches: several times as fast as one by one."""
+    fields = zip(repeat(stage), repeat(kind), microbatches, repeat(()), repeat(far))
+    return list(map(tuple.__new__, repeat(Action), fields))
+
+
+kind_of = attrgetter("kind")
+parts_of = attrgetter("parts")
 
 _KINDS = {kind.value: kind for kind in Kind}
 _DIGITS = r"(0|[1-9]\d{0,5})"

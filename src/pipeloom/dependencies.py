@@ -23,7 +23,20 @@ class Dependencies:
     `first[s]`, ..., `end[s]` - 1. Everything here is set up in time linear in the number of stages.
     """
 
-    __slots__ = ("end", "first", "gradient", "output", "pieces", "size", "sources", "targets", "weight", "width")
+    __slots__ = (
+        "end",
+        "first",
+        "gradient",
+        "made",
+        "needed",
+        "output",
+        "pieces",
+        "size",
+        "sources",
+        "targets",
+        "weight",
+        "width",
+    )
 
     def __init__(self, wiring: Wiring, microbatches: int) -> None:
         stages = range(wiring.total)
@@ -39,16 +52,30 @@ class Dependencies:
         self.gradient = [start + wiring.total * self.width for start in self.output]
         self.weight = [start + wiring.total * self.width for start in self.gradient]
         self.size = 3 * wiring.total * self.width
+        outputs: list[tuple[int, ...]] = [(start,) for start in self.output]
+        gradients: list[tuple[int, ...]] = [(start,) for start in self.gradient]
+        whole: list[tuple[int, ...]] = [(self.gradient[stage], self.weight[stage]) for stage in stages]
+        backward = [
+            (*(self.gradient[target] for target in self.targets[stage]), self.output[stage]) for stage in stages
+        ]
+        self.made: dict[Kind, list[tuple[int, ...]]] = {
+            Kind.F: outputs,
+            Kind.I: gradients,
+            Kind.W: [(start,) for start in self.weight],
+            Kind.B: whole,
+        }
+        """For each kind and stage, the values that are made of microbatch 0."""
+        self.needed: dict[Kind, list[tuple[int, ...]]] = {
+            Kind.F: [tuple(self.output[source] for source in self.sources[stage]) for stage in stages],
+            Kind.I: backward,
+            Kind.W: gradients,
+            Kind.B: backward,
+        }
+        """For each kind and stage, the values of microbatch 0 that must be there first, other pieces left out."""
 
-    def makes(self, action: Action) -> tuple[int, ...]:
+    def makes(self, action: Action) -> list[int]:
         """The numbers of the values that a compute action makes."""
-        if action.kind is Kind.F:
-            return (self.output[action.stage] + action.microbatch,)
-        if action.kind is Kind.I:
-            return (self.gradient[action.stage] + action.microbatch,)
-        if action.kind is Kind.W:
-            return (self.weight[action.stage] + action.microbatch,)
-        return (self.gradient[action.stage] + action.microbatch, self.weight[action.stage] + action.microbatch)
+        return [start + action.microbatch for start in self.made[action.kind][action.stage]]
 
     def needs(self, action: Action) -> list[int]:
         """The numbers of the values that must be there before a compute action starts.
@@ -57,15 +84,12 @@ class Dependencies:
         own stage, the input gradients of the stages that it feeds, and of the piece after it. W needs the I.
         """
         stage, kind, microbatch = action[:3]
-        if kind is Kind.W:
-            return [self.gradient[stage] + microbatch]
-        if kind is Kind.F:
-            needs = [self.output[source] + microbatch for source in self.sources[stage]]
-            if microbatch % self.pieces:
-                needs.append(self.output[stage] + microbatch - 1)
-            return needs
-        needs = [self.gradient[target] + microbatch for target in self.targets[stage]]
-        needs.append(self.output[stage] + microbatch)
-        if (microbatch + 1) % self.pieces:
-            needs.append(self.gradient[stage] + microbatch + 1)
-        return needs
+        return [start + microbatch for start in self.needed[kind][stage]] + self.piece_needs(stage, kind, microbatch)
+
+    def piece_needs(self, stage: int, kind: Kind, microbatch: int) -> list[int]:
+        """The number of the value of another piece of the same microbatch that an action needs, if it needs one."""
+        if kind is Kind.F and microbatch % self.pieces:
+            return [self.output[stage] + microbatch - 1]
+        if (kind is Kind.B or kind is Kind.I) and (microbatch + 1) % self.pieces:
+            return [self.gradient[stage] + microbatch + 1]
+        return []

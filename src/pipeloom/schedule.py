@@ -10,14 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from operator import attrgetter
 
 from pipeloom._reading import read_source
-from pipeloom.action import COMMUNICATION, SHARDING, Action, Kind
+from pipeloom.action import COMMUNICATION, SHARDING, Action, Kind, kind_of, parts_of
 from pipeloom.errors import ScheduleError
 from pipeloom.wiring import Wiring
-
-_kind = attrgetter("kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +96,17 @@ class Schedule:
     @property
     def actions(self) -> int:
         """How many actions the rows hold, the parts of composites counted, and composites not."""
-        return sum(len(cell.parts) or 1 for row in self.rows for cell in row)
+        return sum(len(parts) or 1 for row in self.rows for parts in map(parts_of, row))
+
+    @property
+    def lacks_forwards(self) -> bool:
+        """Whether there are fewer actions than forwards to be run: numbers may then be far larger than the rows."""
+        forwards = self.wiring.stages * self.microbatches
+        return forwards > sum(map(len, self.rows)) and forwards > self.actions
 
     def has(self, kinds: frozenset[Kind]) -> bool:
         """Whether the rows hold a cell of one of `kinds`."""
-        return not all(kinds.isdisjoint(map(_kind, row)) for row in self.rows)
+        return not all(kinds.isdisjoint(map(kind_of, row)) for row in self.rows)
 
     @property
     def communicates(self) -> bool:

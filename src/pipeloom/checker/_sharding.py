@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import chain
 
 from pipeloom.action import Action, Kind
 from pipeloom.checker._table import ABSENT, Place, Table
@@ -27,7 +28,7 @@ def sharding_problems(table: Table) -> Iterator[Problem]:
 def _weights(table: Table, stage: int, places: list[Place]) -> Iterator[Problem]:
     """A stage with any UNSHARD or RESHARD has its weights only between one and the other."""
     lines = [table.line(kind, stage) for kind in (Kind.F, Kind.I, Kind.W)]
-    uses = sorted(cell for line in lines for cell in table.cells(line) if cell >= 0)
+    uses = sorted(chain.from_iterable(map(table.cells, lines)))
     held: Place | None = None
     dropped = -1
     for place in places:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
-from pipeloom.action import COMMUNICATION, SHARDING, Action, Kind
+from pipeloom.action import COMMUNICATION, SHARDING, Action, Kind, parts_of
 from pipeloom.dependencies import Dependencies
 from pipeloom.schedule import Schedule
 
@@ -111,38 +112,58 @@ class Table:
         return blocks
 
     def _fill(self) -> None:
-        at, holder = self.at, self.holder
-        first, end, offset = self.dependencies.first, self.dependencies.end, self.dependencies.output
-        stages = self.schedule.stages
-        blocks: dict[Kind, int] = {**self._blocks, Kind.B: self._blocks[Kind.I]}
-        whole = Kind.B
-        to_weight = self._blocks[Kind.W] - self._blocks[Kind.I]
-        cell = -1
+        """Note the cell of every action, in line where nothing is unusual about it."""
+        at, first, end = self.at, self.dependencies.first, self.dependencies.end
+        lines = {**self._blocks, Kind.B: self._blocks[Kind.I]}
+        whole, to_weight = Kind.B, self._blocks[Kind.W] - self._blocks[Kind.I]
         for rank, row in enumerate(self.schedule.rows):
-            for written in row:
-                cell += 1
-                for action in written.parts or (written,):
-                    stage, kind, microbatch, _, far = action
-                    block = blocks.get(kind) if far < 0 else self._skips.get((kind, stage, far))
-                    if block is None or not 0 <= stage < stages or not first[stage] <= microbatch < end[stage]:
-                        self._note(Place(rank, cell - self.starts[rank], action))
-                        continue
-                    found = cell
-                    if holder[stage] != rank:
-                        self.misplaced.append(Place(rank, cell - self.starts[rank], action))
-                        found = MISPLACED
-                    number = block + offset[stage] + microbatch
-                    before = at[number]
-                    if before == ABSENT:
-                        at[number] = found
-                    if kind is whole:
-                        number += to_weight
-                        if at[number] == ABSENT:
-                            at[number] = found + 1 if found >= 0 else found
-                        elif before == ABSENT:
-                            before = at[number]
-                    if before != ABSENT:
-                        self.repeated.append((Place(rank, cell - self.starts[rank], action), before))
+            held = [stage for stage in self.schedule.stages_of(rank) if 0 <= stage < self.schedule.stages]
+            starts = {
+                kind: {stage: block + self.dependencies.output[stage] for stage in held}
+                for kind, block in lines.items()
+            }
+            cells: Iterable[tuple[int, Action]] = enumerate(row, self.starts[rank])
+            if any(map(parts_of, row)):
+                cells = [(cell, action) for cell, written in cells for action in written.parts or (written,)]
+            for cell, action in cells:
+                stage, kind, microbatch, _, far = action
+                if far < 0 and kind in starts and stage in starts[kind] and first[stage] <= microbatch < end[stage]:
+                    number = starts[kind][stage] + microbatch
+                    if at[number] == ABSENT:
+                        if kind is not whole:
+                            at[number] = cell
+                            continue
+                        if at[number + to_weight] == ABSENT:
+                            at[number] = cell
+                            at[number + to_weight] = cell + 1
+                            continue
+                self._place(rank, cell, action)
+
+    def _place(self, rank: int, cell: int, action: Action) -> None:
+        """Note the cell of an action that may be anywhere, and there already."""
+        stage, kind, microbatch, _, far = action
+        block = self._blocks.get(Kind.I if kind is Kind.B else kind) if far < 0 else self._skips.get((kind, stage, far))
+        place = Place(rank, cell - self.starts[rank], action)
+        first, end = self.dependencies.first, self.dependencies.end
+        if block is None or not 0 <= stage < self.schedule.stages or not first[stage] <= microbatch < end[stage]:
+            self._note(place)
+            return
+        at, found = self.at, cell
+        if self.holder[stage] != rank:
+            self.misplaced.append(place)
+            found = MISPLACED
+        number = block + self.dependencies.output[stage] + microbatch
+        before = at[number]
+        if before == ABSENT:
+            at[number] = found
+        if kind is Kind.B:
+            number += self._blocks[Kind.W] - self._blocks[Kind.I]
+            if at[number] == ABSENT:
+                at[number] = found + 1 if found >= 0 else found
+            elif before == ABSENT:
+                before = at[number]
+        if before != ABSENT:
+            self.repeated.append((place, before))
 
     def _note(self, place: Place) -> None:
         if place.action.kind in SHARDING and 0 <= place.action.stage < self.schedule.stages:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import accumulate, chain
 
-from pipeloom.action import COMPUTE, RECEIVES, Action, Kind
+from pipeloom._collector import paused_collector
+from pipeloom.action import COMPUTE, RECEIVES, Action, Kind, actions
 from pipeloom.dependencies import Dependencies
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule
 
-_NEVER = 1 << 62
+_Route = tuple[tuple[int, list[Action]], tuple[int, list[Action]]]
+"""How a value gets to another rank: the sender and its sends of all microbatches, the receiver and its receives."""
+
+_UNSET, _AWAITED = -1, -2
+"""Of a value that is not made yet: nobody waits for it, or some rank does."""
 
 
 def communicate(schedule: Schedule, ahead: int = 0) -> Schedule:
@@ -33,7 +38,8 @@ def communicate(schedule: Schedule, ahead: int = 0) -> Schedule:
     if schedule.communicates:
         return schedule
     try:
-        written = _written(schedule)
+        with paused_collector():
+            written = _written(schedule)
         return schedule.with_rows(_moved_up(row, ahead) if ahead else row for row in written).checked()
     except (LookupError, ScheduleError):
         schedule.checked()  # says what is wrong with the rows that were given
@@ -46,56 +52,28 @@ def _written(schedule: Schedule) -> list[list[Action]]:
     Raises:
         LookupError: the rows do not check.
     """
+    if schedule.lacks_forwards:
+        raise LookupError("not every stage runs every microbatch")
     rows, dependencies = schedule.rows, Dependencies(schedule.wiring, schedule.microbatches)
-    pieces, whole, new = dependencies.pieces, Kind.B, tuple.__new__
-    needs, makes = _needs(dependencies), _makes(dependencies)
-    edges = _edges(dependencies, schedule.placement)
+    routes = _routes(schedule, dependencies)
+    starts, ended = _run(schedule, dependencies)
+    cells = list(chain.from_iterable(rows))
     written: list[list[Action]] = [[] for _ in rows]
-    copied, steps = [0] * len(rows), [0] * len(rows)
-    ready = [_NEVER] * dependencies.size
-    """When each value is there."""
-    ending: dict[int, list[tuple[int, tuple[Action, ...]]]] = {}
-    """The ranks whose cells end at a time, with the actions in these."""
-    idle = list(range(len(rows)))
-    time = 0
-    while idle or ending:
-        for rank, actions in sorted(ending.pop(time, ())):
-            idle.append(rank)
-            for stage, kind, microbatch, _, _ in actions:
-                for there, send, far, to, receive, near in edges[kind][stage]:
-                    written[rank].append(new(Action, (stage, send, microbatch, (), far)))
-                    written[there].append(new(Action, (to, receive, microbatch, (), near)))
-        waiting = []
-        for rank in idle:
-            row, step = rows[rank], steps[rank]
-            while step < len(row) and row[step][1] not in _RUN:
-                step += 1
-            steps[rank] = step
-            if step == len(row):
-                continue
-            actions = row[step][3] or (row[step],)
-            end = time
-            for stage, kind, microbatch, _, _ in actions:
-                for base in needs[kind][stage][microbatch % pieces]:
-                    if ready[base + microbatch] > time:
-                        break
-                else:
-                    end += 2 if kind is whole else 1
-                    continue
-                waiting.append(rank)
-                break
-            else:
-                for stage, kind, microbatch, _, _ in actions:
-                    for base in makes[kind][stage]:
-                        ready[base + microbatch] = end
-                step += 1
-                written[rank] += row[copied[rank] : step]
-                copied[rank] = steps[rank] = step
-                ending.setdefault(end, []).append((rank, actions))
-        if waiting and not ending:
-            raise LookupError("ranks wait in a circle, or for what nobody makes")
-        idle = waiting
-        time += 1
+    copied = [0] * len(rows)
+    for at in sorted(ended):
+        time, number = divmod(at, len(cells))
+        cell = cells[number]
+        for stage, kind, microbatch, _, _ in cell.parts or (cell,):
+            for ends in routes[kind][stage]:
+                for rank, messages in ends:
+                    stop = first = copied[rank]
+                    row_starts = starts[rank]
+                    while row_starts[stop] < time:
+                        stop += 1
+                    if stop > first:
+                        written[rank] += rows[rank][first:stop]
+                        copied[rank] = stop
+                    written[rank].append(messages[microbatch])
     for rank, row in enumerate(rows):
         written[rank] += row[copied[rank] :]
     return written
@@ -104,53 +82,90 @@ def _written(schedule: Schedule) -> list[list[Action]]:
 _RUN = COMPUTE | {Kind.OVERLAP_F_B}
 
 
-def _needs(dependencies: Dependencies) -> dict[Kind, list[list[list[int]]]]:
-    """By kind, stage and piece what an action needs: numbers of values, to which its microbatch is to be added."""
-    return {
-        kind: [
-            [
-                [value - piece for value in dependencies.needs(Action(stage, kind, piece))]
-                for piece in range(dependencies.pieces)
-            ]
-            for stage in range(len(dependencies.output))
-        ]
-        for kind in COMPUTE
-    }
+def _routes(schedule: Schedule, dependencies: Dependencies) -> dict[Kind, list[list[_Route]]]:
+    """For each kind of compute action and each stage, the ways that its value takes to other ranks."""
+    placement, stages = schedule.placement, range(schedule.stages)
+    microbatches = range(schedule.microbatches)
+
+    def routes(stage: int, others: Iterable[int], send: Kind, receive: Kind, neighbour: int) -> list[_Route]:
+        found = []
+        for other in others:
+            if placement[other] != placement[stage]:
+                here, there = (-1, -1) if other == neighbour else (stage, other)
+                sends = actions(stage, send, microbatches, there)
+                receives = actions(other, receive, microbatches, here)
+                found.append(((placement[stage], sends), (placement[other], receives)))
+        return found
+
+    sources, targets = dependencies.sources, dependencies.targets
+    forward = [routes(stage, targets[stage], Kind.SEND_F, Kind.RECV_F, stage + 1) for stage in stages]
+    backward = [routes(stage, sources[stage], Kind.SEND_B, Kind.RECV_B, stage - 1) for stage in stages]
+    return {Kind.F: forward, Kind.I: backward, Kind.B: backward, Kind.W: [[] for _ in stages]}
 
 
-def _makes(dependencies: Dependencies) -> dict[Kind, list[tuple[int, ...]]]:
-    """By kind and stage what an action makes, in such numbers."""
-    stages = range(len(dependencies.output))
-    return {kind: [dependencies.makes(Action(stage, kind, 0)) for stage in stages] for kind in COMPUTE}
+def _run(schedule: Schedule, dependencies: Dependencies) -> tuple[list[list[int]], list[int]]:
+    """When each cell starts, for each rank; and when each cell with messages ends, as time * cells + cell's number.
 
+    Cells are numbered along the rows. What does not compute starts with the compute action after it.
 
-class _Edge(NamedTuple):
-    """The message that leaves behind an action: to which rank, and at each end the kind and the far end of a skip."""
-
-    rank: int
-    send: Kind
-    far: int
-    stage: int
-    receive: Kind
-    near: int
-
-
-def _edges(dependencies: Dependencies, placement: Mapping[int, int]) -> dict[Kind, list[list[_Edge]]]:
-    """By kind and stage the messages behind an action."""
-
-    def leaving(stage: int, kind: Kind) -> list[_Edge]:
-        forward = kind is Kind.F
-        send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
-        neighbour = stage + 1 if forward else stage - 1
-        return [
-            _Edge(placement[other], send, -1, other, receive, -1)
-            if other == neighbour
-            else _Edge(placement[other], send, other, other, receive, stage)
-            for other in (dependencies.targets[stage] if forward else dependencies.sources[stage])
-            if placement[other] != placement[stage] and kind is not Kind.W
-        ]
-
-    return {kind: [leaving(stage, kind) for stage in range(len(dependencies.output))] for kind in COMPUTE}
+    Raises:
+        LookupError: an action is of no stage or microbatch, or its rank never gets to it.
+    """
+    needed, made, pieces = dependencies.needed, dependencies.made, dependencies.pieces
+    rows = schedule.rows
+    total = sum(map(len, rows))
+    offsets = [0, *accumulate(map(len, rows))]
+    ready = [_UNSET] * dependencies.size
+    waiting: dict[int, list[int]] = {}
+    starts: list[list[int]] = [[] for _ in rows]
+    ended: list[int] = []
+    at = [0] * len(rows)
+    clock = [0] * len(rows)
+    whole, weights = Kind.B, Kind.W
+    runnable = list(range(len(rows)))
+    while runnable:
+        rank = runnable.pop()
+        row, started, time = rows[rank], starts[rank], clock[rank]
+        for step in range(at[rank], len(row)):
+            cell = row[step]
+            if cell[1] not in _RUN:
+                continue
+            computes = cell[3] or (cell,)
+            missing = -1
+            length = 0
+            for stage, kind, microbatch, _, _ in computes:
+                length += 2 if kind is whole else 1
+                for start in needed[kind][stage]:
+                    there = ready[start + microbatch]
+                    if there > time:
+                        time = there
+                    elif there < 0:
+                        missing = start + microbatch
+                if pieces > 1:
+                    for value in dependencies.piece_needs(stage, kind, microbatch):
+                        time = max(time, ready[value])
+                        missing = value if ready[value] < 0 else missing
+            if missing >= 0:
+                ready[missing] = _AWAITED
+                waiting.setdefault(missing, []).append(rank)
+                at[rank] = step
+                break
+            while len(started) <= step:
+                started.append(time)
+            time += length
+            for stage, kind, microbatch, _, _ in computes:
+                for start in made[kind][stage]:
+                    if ready[start + microbatch] == _AWAITED:
+                        runnable += waiting.pop(start + microbatch)
+                    ready[start + microbatch] = time
+            if kind is not weights or length > 1:
+                ended.append(time * total + offsets[rank] + step)
+        clock[rank] = time
+    if waiting:
+        raise LookupError("ranks wait in a circle, or for what nobody makes")
+    for row, started in zip(rows, starts, strict=True):
+        started += [max(clock, default=0)] * (len(row) + 1 - len(started))
+    return starts, ended
 
 
 def _moved_up(row: list[Action], ahead: int) -> list[Action]:

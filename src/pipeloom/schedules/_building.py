@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import NamedTuple
 
-from pipeloom.action import Action, Kind
+from pipeloom.action import Action, Kind, actions
 
 Rows = list[list[Action]]
 
@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
 def cells(stage: int, kind: Kind, stop: int, start: int = 0) -> Iterator[Action]:
     """The actions of one kind and stage for microbatches `start` up to, not with, `stop`."""
-    return iter([Action(stage, kind, microbatch) for microbatch in range(start, stop)])
+    return iter(actions(stage, kind, range(start, stop)))
 
 
 def overlap(first: Action, second: Action) -> Action:

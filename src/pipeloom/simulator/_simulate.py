@@ -72,8 +72,7 @@ class _Unrunnable(Exception):  # noqa: N818 - never leaves this file
 class _Simulation:
     def __init__(self, schedule: Schedule, costs: Costs, receives: Receives) -> None:
         self.schedule, self.costs, self.receives = schedule, costs, receives
-        forwards, cells = schedule.stages * schedule.microbatches, sum(map(len, schedule.rows))
-        if forwards > schedule.wiring.copies * cells and forwards > schedule.wiring.copies * schedule.actions:
+        if schedule.lacks_forwards:
             self.refuse("not every stage runs every microbatch")
         self.table = costs.table(schedule.wiring)
         self.values = Dependencies(schedule.wiring, schedule.microbatches)
