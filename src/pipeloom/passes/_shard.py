@@ -28,9 +28,11 @@ def _sharded(row: tuple[Action, ...], limit: int) -> list[Action]:
     held: tuple[int, ...] = ()
     copied = 0
     for step, coming in reversed(_windows(row, limit)):
-        out += row[copied:step]
-        out += _change(held, coming)
-        held, copied = coming, step
+        if change := _change(held, coming):
+            out += row[copied:step]
+            out += change
+            copied = step
+        held = coming
     return [*out, *row[copied:], *_change(held, ())]
 
 

@@ -11,6 +11,9 @@ Entry = tuple[float, tuple[tuple[int, float], ...], int, int]
 """A compute action of a stage: its time; for each value that it needs the number of the value for microbatch 0 and how
 long it travels; the numbers of the values that it makes (the second is -1, or that of the weights' gradient for B)."""
 
+Edge = int | tuple[int, int]
+"""An edge at one of its stages: that stage on the chain; the stage and the far end where it skips."""
+
 
 class Link:
     """One edge between two ranks in one direction. `number` is that of its message for microbatch 0."""
@@ -29,8 +32,8 @@ class Rank:
 
     def __init__(self) -> None:
         self.compute: dict[Kind, dict[int, Entry]] = {kind: {} for kind in (Kind.F, Kind.I, Kind.W, Kind.B)}
-        self.sends: dict[Kind, dict[tuple[int, int], Link]] = {Kind.SEND_F: {}, Kind.SEND_B: {}}
-        self.receives: dict[Kind, dict[tuple[int, int], Link]] = {Kind.RECV_F: {}, Kind.RECV_B: {}}
+        self.sends: dict[Kind, dict[Edge, Link]] = {Kind.SEND_F: {}, Kind.SEND_B: {}}
+        self.receives: dict[Kind, dict[Edge, Link]] = {Kind.RECV_F: {}, Kind.RECV_B: {}}
         self.starts: list[float] = []
         self.ends: list[float] = []
         self.at = 0
@@ -72,8 +75,8 @@ def wire(schedule: Schedule, values: Dependencies, table: dict[str, list[float]]
         links += 1
         link = Link(number, value, sender, receiver, latency, time)
         skips = target != source + 1
-        ranks[sender].sends[Kind.SEND_F if forward else Kind.SEND_B][maker, user if skips else -1] = link
-        ranks[receiver].receives[Kind.RECV_F if forward else Kind.RECV_B][user, maker if skips else -1] = link
+        ranks[sender].sends[Kind.SEND_F if forward else Kind.SEND_B][(maker, user) if skips else maker] = link
+        ranks[receiver].receives[Kind.RECV_F if forward else Kind.RECV_B][(user, maker) if skips else user] = link
         return number, 0.0
 
     for stage in range(schedule.stages):

@@ -133,6 +133,7 @@ class _Simulation:
             row, at, clock = rows[number], rank.at, rank.clock
             on_forward, on_input = rank.compute[forward], rank.compute[backward_input]
             on_weight, on_backward = rank.compute[backward_weight], rank.compute[backward]
+            on_send, on_receive, ends = rank.sends, rank.receives, rank.ends
             start_event, end_event = rank.starts.append, rank.ends.append
             parts_made: Sequence[int] = ()
             missing = -1
@@ -161,25 +162,27 @@ class _Simulation:
                 elif kind is backward:
                     duration, needs, made, also_made = on_backward[stage]
                 elif kind is receive_forward or kind is receive_backward:
-                    link = rank.receives[kind][stage, far]
+                    link = on_receive[kind][stage if far < 0 else (stage, far)]
                     message = link.number + microbatch
                     index = message - first_message
                     start_event(clock)
                     if posted[index] >= 0:
                         raise _Unrunnable
-                    posted[index] = len(rank.ends)
+                    posted[index] = len(ends)
                     arrival = sent[index]
+                    at += 1
+                    if eager:
+                        if arrival < 0.0:
+                            end_event(clock)
+                            continue
+                        if arrival < clock:
+                            arrival = clock
+                        end_event(arrival)
+                        slots[message] = arrival
+                        continue
                     end_event(clock)
                     if arrival >= 0.0:
-                        if eager:
-                            if arrival > clock:
-                                rank.ends[-1] = arrival
-                            else:
-                                arrival = clock
-                            slots[message] = arrival
-                        else:
-                            self.transfer(link, index, runnable)
-                    at += 1
+                        self.transfer(link, index, runnable)
                     if self.receives == "blocking":
                         parts_made = ()
                         if slots[message] < 0.0:
@@ -188,7 +191,7 @@ class _Simulation:
                         clock = slots[message]
                     continue
                 else:
-                    link = rank.sends[kind][stage, far]
+                    link = on_send[kind][stage if far < 0 else (stage, far)]
                     message = link.number + microbatch
                     index = message - first_message
                     value = link.value + microbatch
