@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from random import Random
 
 import pytest
@@ -79,6 +80,18 @@ def test_communicate_adds_nothing_to_rows_that_communicate() -> None:
     lowered = communicate(ONE_F_ONE_B)
     assert communicate(lowered, ahead=2) is lowered
     assert lower(lowered) == lowered
+
+
+@pytest.mark.parametrize("text", ["0F0,999999F999999", "0F0,0F999999,999999F0"])
+def test_lower_sets_nothing_aside_for_a_number_that_is_too_large(text: str) -> None:
+    schedule = read(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ScheduleError, match="is a number in a cell too large"):
+            lower(schedule)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_communicate_refuses_what_does_not_check() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.action import Action, Kind
+from pipeloom.schedule import Schedule
 from pipeloom.wiring import Wiring
 
 
@@ -12,6 +13,12 @@ def microbatches_of(stage: int, wiring: Wiring, microbatches: int) -> range:
     copy = wiring.copy(stage)
     first = min(copy * share, microbatches)
     return range(first, microbatches if copy == wiring.copies - 1 else min(first + share, microbatches))
+
+
+def lacks_forwards(schedule: Schedule) -> bool:
+    """Whether a schedule has fewer actions than forwards to run: its numbers may then be far larger than its rows."""
+    forwards = schedule.wiring.stages * schedule.microbatches
+    return forwards > sum(map(len, schedule.rows)) and forwards > schedule.actions
 
 
 class Dependencies:

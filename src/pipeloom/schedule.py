@@ -98,12 +98,6 @@ class Schedule:
         """How many actions the rows hold, the parts of composites counted, and composites not."""
         return sum(len(parts) or 1 for row in self.rows for parts in map(parts_of, row))
 
-    @property
-    def lacks_forwards(self) -> bool:
-        """Whether there are fewer actions than forwards to be run: numbers may then be far larger than the rows."""
-        forwards = self.wiring.stages * self.microbatches
-        return forwards > sum(map(len, self.rows)) and forwards > self.actions
-
     def has(self, kinds: frozenset[Kind]) -> bool:
         """Whether the rows hold a cell of one of `kinds`."""
         return not all(kinds.isdisjoint(map(kind_of, row)) for row in self.rows)

@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 
 from pipeloom._collector import paused_collector
 from pipeloom.action import COMPUTE, RECEIVES, Action, Kind, actions
-from pipeloom.dependencies import Dependencies
+from pipeloom.dependencies import Dependencies, lacks_forwards
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule
 
@@ -52,7 +52,7 @@ def _written(schedule: Schedule) -> list[list[Action]]:
     Raises:
         LookupError: the rows do not check.
     """
-    if schedule.lacks_forwards:
+    if lacks_forwards(schedule):
         raise LookupError("not every stage runs every microbatch")
     rows, dependencies = schedule.rows, Dependencies(schedule.wiring, schedule.microbatches)
     routes = _routes(schedule, dependencies)

@@ -9,7 +9,7 @@ from typing import Literal, NoReturn, get_args
 from pipeloom._collector import paused_collector
 from pipeloom.action import SHARDING, Action, Kind
 from pipeloom.costs import Costs
-from pipeloom.dependencies import Dependencies
+from pipeloom.dependencies import Dependencies, lacks_forwards
 from pipeloom.errors import CostsError, ScheduleError
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
@@ -72,7 +72,7 @@ class _Unrunnable(Exception):  # noqa: N818 - never leaves this file
 class _Simulation:
     def __init__(self, schedule: Schedule, costs: Costs, receives: Receives) -> None:
         self.schedule, self.costs, self.receives = schedule, costs, receives
-        if schedule.lacks_forwards:
+        if lacks_forwards(schedule):
             self.refuse("not every stage runs every microbatch")
         self.table = costs.table(schedule.wiring)
         self.values = Dependencies(schedule.wiring, schedule.microbatches)
