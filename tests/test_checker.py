@@ -253,3 +253,8 @@ def test_verdict_agrees_with_the_interpreter(seed: int) -> None:
         schedule = mutant(schedule, random)
     problems = check(schedule)
     assert (not problems) == is_right(schedule), "\n".join([schedule.to_csv(), repr(schedule), *map(str, problems)])
+
+
+def test_pieces_beyond_all_microbatches_take_no_time() -> None:
+    problems = check(Schedule.from_csv("0F0,0B0\n", wiring=Wiring(1, pieces=10**12)))
+    assert [problem.code for problem in problems] == ["pieces"]

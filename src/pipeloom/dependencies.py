@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.action import Action, Kind
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Schedule, count_actions
 from pipeloom.wiring import Wiring
 
 
@@ -18,7 +18,7 @@ def microbatches_of(stage: int, wiring: Wiring, microbatches: int) -> range:
 def lacks_forwards(schedule: Schedule) -> bool:
     """Whether a schedule has fewer actions than forwards to run: its numbers may then be far larger than its rows."""
     forwards = schedule.wiring.stages * schedule.microbatches
-    return forwards > sum(map(len, schedule.rows)) and forwards > schedule.actions
+    return forwards > sum(map(len, schedule.rows)) and forwards > count_actions(schedule)
 
 
 class Dependencies:

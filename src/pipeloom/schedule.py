@@ -30,7 +30,7 @@ class Schedule:
     wiring: Wiring
     microbatches: int
     name: str = field(default="schedule", compare=False)
-    proven: tuple[tuple[int, int], ...] | None = field(default=None, init=False, compare=False, repr=False)
+    _proven: tuple[tuple[int, int], ...] | None = field(default=None, init=False, compare=False, repr=False)
     """The placement for which `pipeloom.check` has found nothing wrong: it need not look again."""
 
     @classmethod
@@ -94,23 +94,14 @@ class Schedule:
         return self.wiring.total
 
     @property
-    def actions(self) -> int:
-        """How many actions the rows hold, the parts of composites counted, and composites not."""
-        return sum(len(parts) or 1 for row in self.rows for parts in map(parts_of, row))
-
-    def has(self, kinds: frozenset[Kind]) -> bool:
-        """Whether the rows hold a cell of one of `kinds`."""
-        return not all(kinds.isdisjoint(map(kind_of, row)) for row in self.rows)
-
-    @property
     def communicates(self) -> bool:
         """Whether the rows hold sends and receives; where not, values travel by themselves."""
-        return self.has(COMMUNICATION)
+        return holds(self, COMMUNICATION)
 
     @property
     def shards(self) -> bool:
         """Whether the rows hold UNSHARD, RESHARD or REDUCE_GRAD."""
-        return self.has(SHARDING)
+        return holds(self, SHARDING)
 
     @property
     def trains(self) -> bool:
@@ -148,3 +139,13 @@ class Schedule:
 def rows_of(actions: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
     """Rows from one string a rank, cells parted by commas."""
     return tuple(tuple(Action.parse(cell) for cell in row.split(",") if cell) for row in actions)
+
+
+def holds(schedule: Schedule, kinds: frozenset[Kind]) -> bool:
+    """Whether the rows hold a cell of one of `kinds`."""
+    return not all(kinds.isdisjoint(map(kind_of, row)) for row in schedule.rows)
+
+
+def count_actions(schedule: Schedule) -> int:
+    """How many actions the rows hold, the parts of composites counted, and composites not."""
+    return sum(len(parts) or 1 for row in schedule.rows for parts in map(parts_of, row))

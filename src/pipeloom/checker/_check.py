@@ -13,7 +13,7 @@ from pipeloom.checker._placement import cell_problems, placement_problems
 from pipeloom.checker._sharding import sharding_problems
 from pipeloom.checker._table import Table
 from pipeloom.problem import Problem
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Schedule, count_actions
 
 RULES: tuple[Callable[[Table], Iterator[Problem]], ...] = (
     cell_problems,  # each cell stands for something, and in the row of the rank that holds its stage
@@ -40,11 +40,11 @@ def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:
     """
     placement = tuple(schedule.placement.items())
     problems: list[Problem] = []
-    if schedule.proven != placement:
+    if schedule._proven != placement:
         with paused_collector():
             problems += _all_problems(schedule)
         if not problems:
-            object.__setattr__(schedule, "proven", placement)
+            object.__setattr__(schedule, "_proven", placement)
     if memory is not None:
         problems += memory_problems(schedule, memory)
     return problems
@@ -66,7 +66,7 @@ def _all_problems(schedule: Schedule) -> list[Problem]:
 def _coarse(schedule: Schedule, problems: list[Problem]) -> list[Problem] | None:
     """What can be said when, as after a slip of the pen, far more seems to be missing than is there; else None."""
     forwards, cells = schedule.stages * schedule.microbatches, sum(map(len, schedule.rows))
-    if forwards <= MOST_ABSENT + 4 * cells or forwards <= MOST_ABSENT + 4 * schedule.actions:
+    if forwards <= MOST_ABSENT + 4 * cells or forwards <= MOST_ABSENT + 4 * count_actions(schedule):
         return None
     coarse = list(coarse_problems(schedule))
     return coarse if coarse or problems else None

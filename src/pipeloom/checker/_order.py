@@ -34,7 +34,7 @@ def _relations(table: Table) -> Iterator[Relation]:
         forward, inputs, weights = (line(kind, stage) for kind in (Kind.F, Kind.I, Kind.W))
         yield forward, inputs
         yield inputs, weights
-        for piece in range(1, pieces):
+        for piece in range(1, min(pieces, table.dependencies.width)):
             yield forward.piece(piece - 1, pieces), forward.piece(piece, pieces)
             yield inputs.piece(piece, pieces), inputs.piece(piece - 1, pieces)
     for made, used, message in routes(table):

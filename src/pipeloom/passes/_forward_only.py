@@ -9,7 +9,7 @@ from pipeloom.dependencies import Dependencies
 from pipeloom.errors import SizeError
 from pipeloom.passes._communicate import communicate
 from pipeloom.passes._shard import shard
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Schedule, holds
 
 _GONE = frozenset({*BACKWARD, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD})
 
@@ -37,7 +37,7 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         )
     rows = _built(schedule.checked(), microbatches)
     built = Schedule(rows, schedule.placement, schedule.wiring, microbatches, schedule.name)
-    if schedule.has(frozenset({Kind.UNSHARD})):
+    if holds(schedule, frozenset({Kind.UNSHARD})):
         built = shard(built)
     return communicate(built) if schedule.communicates else built
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.action import COMMUNICATION, Action, Kind
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Schedule, holds
 
 _LAST = frozenset({Kind.B, Kind.W})
 """What may end the backward of a stage."""
@@ -14,7 +14,7 @@ def reduce_grad(schedule: Schedule) -> Schedule:
 
     Rows that reduce already are returned as they are.
     """
-    if schedule.has(frozenset({Kind.REDUCE_GRAD})):
+    if holds(schedule, frozenset({Kind.REDUCE_GRAD})):
         return schedule
     return schedule.with_rows(_reduced(row) for row in schedule.rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pipeloom.action import COMPUTE, Action, Kind
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Schedule, holds
 
 
 def shard(schedule: Schedule, limit: int = 3) -> Schedule:
@@ -18,7 +18,7 @@ def shard(schedule: Schedule, limit: int = 3) -> Schedule:
     Raises:
         ValueError: `limit` is less than one, or than the number of stages that one composite uses.
     """
-    if schedule.has(frozenset({Kind.UNSHARD})):
+    if holds(schedule, frozenset({Kind.UNSHARD})):
         return schedule
     return schedule.with_rows(_sharded(row, limit) for row in schedule.rows)
 
