@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipeloom._json import read_json
 from pipeloom.costs import Costs
 from pipeloom.errors import ReportError, TimelineError, shown
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
-from pipeloom.timeline._timeline import Timeline
 from pipeloom.wiring import Wiring
 
 _KEYS = ("name", "measured", "wiring", "placement", "microbatches", "costs", "ranks")
@@ -19,13 +20,28 @@ _HINT = f"a timeline has {', '.join(_KEYS)}, as Timeline.to_json writes them"
 _RANK = ("actions", "starts", "ends")
 
 
-def written(timeline: Timeline) -> str:
-    """The timeline as JSON."""
-    schedule, wiring = timeline.schedule, timeline.schedule.wiring
-    rows = zip(schedule.to_csv().splitlines(), timeline.starts, timeline.ends, strict=True)
+Times = Sequence[Sequence[float]]
+"""By rank, when its actions started or ended."""
+
+
+class Contents(NamedTuple):
+    """What makes a timeline."""
+
+    schedule: Schedule
+    starts: Times
+    ends: Times
+    costs: Costs
+    measured: bool
+
+
+def written(contents: Contents) -> str:
+    """A timeline as JSON."""
+    schedule, starts_by_rank, ends_by_rank, costs, measured = contents
+    wiring = schedule.wiring
+    rows = zip(schedule.to_csv().splitlines(), starts_by_rank, ends_by_rank, strict=True)
     value = {
         "name": schedule.name,
-        "measured": timeline.measured,
+        "measured": measured,
         "wiring": {
             "stages": wiring.stages,
             "copies": wiring.copies,
@@ -34,16 +50,16 @@ def written(timeline: Timeline) -> str:
         },
         "placement": [schedule.placement[stage] for stage in range(schedule.stages)],
         "microbatches": schedule.microbatches,
-        "costs": timeline.costs.to_dict(),
+        "costs": costs.to_dict(),
         "ranks": [{"actions": row, "starts": list(starts), "ends": list(ends)} for row, starts, ends in rows],
     }
     return json.dumps(value, separators=(",", ":")) + "\n"
 
 
-def read(source: str | bytes | os.PathLike[str], name: str) -> Timeline:
+def read(source: str | bytes | os.PathLike[str], name: str) -> Contents:
     """The timeline that JSON holds; see `Timeline.from_json`."""
     value, name = read_json(source, name, TimelineError)
-    return _Reader(name).timeline(value)
+    return _Reader(name).contents(value)
 
 
 class _Reader:
@@ -53,7 +69,7 @@ class _Reader:
         self.name = name
         self.problems: list[Problem] = []
 
-    def timeline(self, value: object) -> Timeline:
+    def contents(self, value: object) -> Contents:
         values = self.members(value, "", _KEYS)
         label, measured = values.get("name"), values.get("measured")
         if not isinstance(label, str):
@@ -81,7 +97,7 @@ class _Reader:
                     f"ranks[{rank}].starts", f"expected {expected} times, one an action, got {len(starts[rank])}"
                 )
         self.finish()
-        return Timeline(schedule, starts, ends, costs, bool(measured))
+        return Contents(schedule, starts, ends, costs, bool(measured))
 
     def members(self, value: object, place: str, keys: tuple[str, ...]) -> dict[str, object]:
         if not isinstance(value, dict):

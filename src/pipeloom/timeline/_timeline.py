@@ -15,6 +15,7 @@ from pipeloom.costs import Costs
 from pipeloom.schedule import Schedule
 from pipeloom.timeline._causes import Cause, Causes, far_stage
 from pipeloom.timeline._memory import activations, memory
+from pipeloom.timeline._text import Contents, read, written
 
 ROUNDING = 1e-9
 """What is shorter than this share of the makespan is a rounding error, not idle time."""
@@ -254,9 +255,7 @@ class Timeline:
 
     def to_json(self) -> str:
         """The timeline as JSON, which `from_json` reads."""
-        from pipeloom.timeline._text import written
-
-        return written(self)
+        return written(Contents(self.schedule, self.starts, self.ends, self.costs, self.measured))
 
     @classmethod
     def from_json(cls, source: str | bytes | os.PathLike[str], name: str = "") -> Timeline:
@@ -269,9 +268,7 @@ class Timeline:
         Raises:
             TimelineError: with every mistake: where it is, and what would be right.
         """
-        from pipeloom.timeline._text import read
-
-        return read(source, name)
+        return cls(*read(source, name))
 
 
 class Events(Sequence[Event]):
