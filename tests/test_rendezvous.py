@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import PeerFailed
 from pipeloom.runtime.control import Control
-from pipeloom.runtime.transport import connect
+from pipeloom.runtime.transport import _rendezvous, connect
 from pipeloom.runtime.transport._rendezvous import _accept, _prove, meet
 from processes import run_ranks
 
@@ -79,6 +82,49 @@ def test_all_ranks_meet(unix: bool, tmp_path: Path) -> None:
                 assert {peer.socket.getsockname()[0] for peer in peers.values()} == {"127.0.0.1"}
 
     run_ranks(4, body, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dead", "key", "unix"),
+    [
+        (0, "card", True),
+        (1, "card", True),
+        (2, "card", True),
+        (2, "host", True),
+        (0, "card", False),
+        (2, "card", False),
+    ],
+)
+def test_a_rank_that_ends_while_connecting_is_named(
+    dead: int, key: str, unix: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when it knows where the others listen or, with "host", before it has said where it does."""
+    exchange = _rendezvous._exchange
+
+    def body(group: dist.ProcessGroup) -> None:
+        def then_end(store: Any, asked: str, *rest: Any) -> list[_rendezvous.Card]:
+            found = exchange(store, asked, *rest)
+            if asked == key and group.rank() == dead:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        monkeypatch.setattr(_rendezvous, "_exchange", then_end)
+        start = time.monotonic()
+        with pytest.raises(PeerFailed, match="ended while the ranks were connecting") as found:
+            meet(group, "test", unix=unix, seconds=40)
+        assert found.value.rank == dead
+        assert time.monotonic() - start < 20
+
+    run_ranks(3, body, tmp_path, statuses={dead: -signal.SIGKILL})
+
+
+def test_a_rank_that_never_comes_is_named_after_the_deadline(tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() != 1:
+            with pytest.raises(PeerFailed, match=r"rank 1.*did not come in time"):
+                meet(group, "test", seconds=0.2)
+
+    run_ranks(3, body, tmp_path)
 
 
 @pytest.fixture
