@@ -208,6 +208,70 @@ def by_name(task: Task) -> Iterator[pl.Schedule]:
                 yield schedule
 
 
+CHOICES = [{}, *({"memory": halves / 2} for halves in range(1, 12)), *({"group": group} for group in range(1, 9))]
+
+
+def fits(schedule: pl.Schedule, costs: pl.Costs, memory: float) -> bool:
+    """Whether no rank holds more than so many shares of what a microbatch leaves on all its stages."""
+    sizes = costs.table(schedule.wiring)["activation"]
+    for rank, row in enumerate(schedule.rows):
+        held = most = 0.0
+        for cell in row:
+            held += sum(sizes[action.stage] for action in cell.computes if action.kind is Kind.F)
+            most = max(most, held)
+            held -= sum(sizes[action.stage] for action in cell.computes if action.kind in (Kind.B, Kind.W))
+        if most > memory * sum(sizes[stage] for stage in schedule.stages_of(rank)) + 1e-9:
+            return False
+    return True
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_nothing_with_a_name_is_better_whatever_is_chosen_and_however_short_the_search(data: st.DataObject) -> None:
+    ranks, microbatches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8))
+    where = data.draw(st.sampled_from(["linear", "loop", "V", "any"]))
+    stages = ranks if where == "linear" else 2 * ranks
+    times = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
+    sizes = data.draw(st.one_of(st.just(1), times))
+    latency = data.draw(st.sampled_from([0, 0.3, 2]))
+    costs = pl.Costs(
+        F=data.draw(times), I=data.draw(times), W=data.draw(times), activation=sizes, communication=latency
+    )
+    memory, objective = data.draw(st.integers(2, 12)) / 2, data.draw(st.sampled_from(objectives))
+    splits = data.draw(st.booleans())
+    work = data.draw(st.sampled_from([None, 1e-6]))
+    found = pl.search(
+        ranks=ranks,
+        microbatches=microbatches,
+        placement=where,
+        memory=memory,
+        costs=costs,
+        objective=objective,
+        splits=splits,
+        seconds=0.0,
+        work=work,
+    )
+    assert fits(found.schedule, costs, memory)
+    for name, choice in product(pl.schedules.names(), CHOICES):
+        try:
+            schedule = pl.schedules.make(
+                name,
+                ranks=ranks,
+                microbatches=microbatches,
+                stages_per_rank=stages // ranks,
+                **choice,  # type: ignore[arg-type]
+            )
+        except SizeError:
+            continue
+        placements = [loop(ranks, stages // ranks)] * (where != "V") + [wave(ranks, 2)] * (where in ("V", "any"))
+        splitting = any(action.kind is Kind.I for row in schedule.rows for cell in row for action in cell.computes)
+        chain = schedule.wiring == pl.Wiring(stages)
+        if schedule.placement in placements and chain and (splits or not splitting) and fits(schedule, costs, memory):
+            timeline = pl.simulate(schedule, costs)
+            other = timeline.makespan if objective == "makespan" else timeline.span
+            assert value(found) <= other * (1 + 1e-9), f"{name} {choice}"
+
+
 @pytest.mark.parametrize("placement", ["linear", "V", "any"])
 def test_work_instead_of_time_gives_the_same_answer_each_time(placement: str) -> None:
     texts = {

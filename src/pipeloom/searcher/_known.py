@@ -10,39 +10,55 @@ from pipeloom.schedules import RECIPES, Recipe
 from pipeloom.searcher._task import Task
 from pipeloom.wiring import Wiring
 
+Choice = Mapping[str, float]
+
+_MOST = 1_500_000
+"""How many actions are made, at most, for the choices that a recipe offers; beyond, evenly spaced ones are taken."""
+
 
 def known(task: Task) -> Iterator[Schedule]:
-    """Every schedule by name on the task's placement that no rank lacks the room for."""
+    """Every schedule by name on the task's placement that no rank lacks the room for, whatever there is to choose.
+
+    What is made without a choice, or with all the memory there is, comes first.
+    """
     per_rank = task.stages // task.ranks
     if per_rank * task.ranks != task.stages:
         return
-    for recipe in RECIPES:
-        if recipe.copies > 1 or "pieces" in recipe.options or (recipe.splits_backward and not task.splits):
+    recipes = [
+        recipe
+        for recipe in RECIPES
+        if recipe.copies == 1 and "pieces" not in recipe.options and (task.splits or not recipe.splits_backward)
+    ]
+    firsts: list[tuple[Recipe, Choice]] = [(recipe, {}) for recipe in recipes]
+    others: list[tuple[Recipe, Choice]] = []
+    for recipe in recipes:
+        if _suits(recipe, task):
+            first, *rest = [(recipe, choice) for choice in _choices(recipe, task)] or [(recipe, {})]
+            firsts.append(first)
+            others.extend(rest)
+    step = 1 + len(others) * task.actions // _MOST
+    for recipe, choice in [*firsts, *others[::step]]:
+        try:
+            schedule = recipe.make(task.ranks, task.microbatches, per_rank, **choice)  # type: ignore[arg-type]
+        except SizeError:
             continue
-        for options in _choices(recipe, task):
-            try:
-                schedule = recipe.make(task.ranks, task.microbatches, per_rank, **options)  # type: ignore[arg-type]
-            except SizeError:
-                continue
-            if schedule.placement != task.placement or schedule.wiring != Wiring(task.stages):
-                break
-            if task.fits(schedule):
-                yield schedule
+        if schedule.placement == task.placement and schedule.wiring == Wiring(task.stages) and task.fits(schedule):
+            yield schedule
 
 
-_EVERY_CHOICE = 20_000
-"""Up to so many actions every choice that a recipe leaves is tried, and beyond it a few."""
+def _suits(recipe: Recipe, task: Task) -> bool:
+    """Whether the recipe is for the task's placement."""
+    try:
+        return recipe.make(task.ranks, 1, task.stages // task.ranks).placement == task.placement
+    except SizeError:
+        return False
 
 
-def _choices(recipe: Recipe, task: Task) -> Iterator[Mapping[str, float]]:
-    ranks, per_rank = task.ranks, task.stages // task.ranks
-    small = 3 * task.stages * task.microbatches <= _EVERY_CHOICE
-    if "group" in recipe.options:
-        groups = range(1, max(task.microbatches, 2 * ranks) + 1)
-        yield from ({"group": group} for group in (groups if small else sorted({-(-ranks // 2), ranks, 2 * ranks})))
+def _choices(recipe: Recipe, task: Task) -> Iterator[Choice]:
+    """All that the recipe lets one choose: memory from the most there is down, groups from p microbatches up."""
     if "memory" in recipe.options:
-        most = min(task.shares, 2 * ranks)
-        held = range(1, int(most * per_rank) + 1) if small else ()
-        yield from ({"memory": memory} for memory in dict.fromkeys((*(each / per_rank for each in held), most)))
-        return
-    yield {}
+        most = min(2 * task.ranks, int(2 * task.most_shares))
+        yield from ({"memory": halves / 2} for halves in range(most, 0, -1))
+    if "group" in recipe.options:
+        yield from ({"group": group} for group in range(task.ranks, max(task.ranks, task.microbatches) + 1))
+        yield from ({"group": group} for group in range(task.ranks // 2, task.ranks))

@@ -177,7 +177,7 @@ class _Best:
 
 def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
     task = best.task
-    actions = (3 if task.splits else 2) * task.stages * task.microbatches
+    actions = task.actions
     _refill(best, budget)
     if not best.is_proven and (best.schedule is None or budget.left() > 0):
         best.offer_all(greedy(task, _FEW if actions > _MANY else _ALL), budget.part(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,13 +54,18 @@ class Task:
         return found
 
     @property
-    def shares(self) -> float:
-        """How many microbatches of all its stages every rank has room for."""
-        activation = self.table["activation"]
-        sizes = [sum(activation[stage] for stage in stages) for stages in self.stages_of]
-        return min(
-            (room / size for room, size in zip(self.room, sizes, strict=True) if size), default=self.microbatches
-        )
+    def actions(self) -> int:
+        """How many actions a schedule has."""
+        return (3 if self.splits else 2) * self.stages * self.microbatches
+
+    @property
+    def most_shares(self) -> float:
+        """How many microbatches of one of its stages, in shares of as many of all, some rank has room for at most."""
+        most = 0.0
+        for room, stages in zip(self.room, self.stages_of, strict=True):
+            smallest = min((self.table["activation"][stage] for stage in stages), default=0.0)
+            most = max(most, room / smallest / len(stages) if smallest else math.inf)
+        return min(self.microbatches, most) * (1 + ROUNDING)
 
     @cached_property
     def table(self) -> dict[str, list[float]]:
