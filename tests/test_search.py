@@ -26,6 +26,7 @@ from pipeloom.searcher._bounds import lower_bound
 from pipeloom.searcher._exact import available, exact
 from pipeloom.searcher._greedy import greedy
 from pipeloom.searcher._known import known
+from pipeloom.searcher._periodic import periodic
 from pipeloom.searcher._task import Objective, Task
 
 DATA = Path(__file__).parent / "data"
@@ -151,6 +152,23 @@ def tasks(draw: st.DrawFn) -> Task:
     microbatches = draw(st.integers(1, 12))
     room = [draw(st.integers(1, 2 * ranks)) * per_rank] * ranks
     return Task(placement, microbatches, costs, room, draw(st.sampled_from(objectives)), draw(st.booleans()))
+
+
+@given(tasks())
+def test_what_repeats_checks_and_fits(task: Task) -> None:
+    for schedule in periodic(task, math.inf):
+        assert pl.check(schedule) == []
+        assert task.fits(schedule)
+        assert lower_bound(task) <= task.value(schedule) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "splits"), [(4, True), (8, True), (8, False)])
+def test_messages_cost_nothing_in_the_middle_of_what_repeats(ranks: int, splits: bool) -> None:
+    times = []
+    for microbatches in (40, 41):
+        task = Task(wave(ranks, 2), microbatches, pl.Costs(communication=0.2), [2.0 * ranks] * ranks, splits=splits)
+        times.append(min(task.value(schedule) for schedule in periodic(task, math.inf)))
+    assert times[1] - times[0] == pytest.approx(6)
 
 
 @given(tasks())

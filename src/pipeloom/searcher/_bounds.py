@@ -32,6 +32,24 @@ def lower_bound(task: Task) -> float:
     return max(bounds)
 
 
+def least_period(task: Task) -> float:
+    """How long each microbatch takes at least where every rank does the same again and again.
+
+    A rank works that long for a microbatch; and what its stages hold of it, until it has been down the pipeline and up
+    again, fills a part of its memory for that long.
+    """
+    found = 0.0
+    activation = task.table["activation"]
+    for room, stages in zip(task.room, task.stages_of, strict=True):
+        work = sum(task.table["F"][stage] + task.backward[stage] + task.weights[stage] for stage in stages)
+        # a part of it may be released at I, just before the W
+        held = sum(
+            activation[s] * (_down(task, s) + _up(task, s)) for s in stages if not task.table["activation_at_I"][s]
+        )
+        found = max(found, work, held / room if room else 0.0)
+    return found
+
+
 class _Rank:
     """What holds for one rank: the least span, and the least time from its first start to its last gradient.
 
@@ -62,7 +80,29 @@ class _Rank:
         self.until_last_gradient = work + forced + idle_first
         forced = -_most([-backward[stage] - weights[stage] for stage in stages], microbatches, total - held)
         forwards = microbatches * sum(forward[stage] for stage in stages) - forward[last]
-        self.until_last_forward = forwards + forced + (idle_first if total > held else 0.0) + _down(task, last)
+        begun = forwards + forced + (idle_first if total > held else 0.0)
+        if len(stages) == 1 and total > held:
+            turns = _in_turns(task, first, held)
+            begun = max(begun, turns)
+            self.span = max(self.span, turns + _down(task, first) + _up(task, first) + weights[first])
+        self.until_last_forward = begun + _down(task, last)
+
+
+def _in_turns(task: Task, stage: int, held: int) -> float:
+    """How long at least from the first start to the last forward's on a rank of one stage with room for `held`.
+
+    With room for h, forward i + h starts no sooner than forward i's microbatch is through. So after k such ways, at
+    most k * h forwards have started and (k - 1) * h + 1 microbatches are through, and what the last forward waits for
+    beyond that is still to be run, but for a part of one action.
+    """
+    forward, backward, weights = task.table["F"][stage], task.backward[stage], task.weights[stage]
+    ways, over = divmod(task.microbatches - 1, held)
+    way = _down(task, stage) + _up(task, stage) + weights
+    if not forward:
+        return ways * way
+    gradients = max(0, over - math.floor(weights / forward * (1 + ROUNDING)))
+    left = over * (forward + weights) + gradients * backward - max(backward, weights)
+    return ways * way + max(0.0, left)
 
 
 def _most_held(task: Task, stages: list[int], total: int) -> int:

@@ -12,7 +12,7 @@ from pipeloom.wiring import Wiring
 
 Choice = Mapping[str, float]
 
-_MOST = 1_500_000
+_MOST = 1_000_000
 """How many actions are made, at most, for the choices that a recipe offers; beyond, evenly spaced ones are taken."""
 
 

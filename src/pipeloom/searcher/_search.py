@@ -18,6 +18,7 @@ from pipeloom.searcher._bounds import lower_bound
 from pipeloom.searcher._exact import LARGEST, available, exact
 from pipeloom.searcher._greedy import greedy
 from pipeloom.searcher._known import known
+from pipeloom.searcher._periodic import periodic
 from pipeloom.searcher._polish import climbed, refilled
 from pipeloom.searcher._stretch import stretched
 from pipeloom.searcher._task import ROUNDING, Objective, Task
@@ -53,7 +54,7 @@ class Found:
     bound: float
     proven: bool
     how: str
-    """What found it: the name of a schedule, "greedy", "polished" or "exact", perhaps with its middle repeated."""
+    """What found it, perhaps for fewer microbatches: a rule by name, "periodic", "greedy", "polished" or "exact"."""
 
     @property
     def gap(self) -> float:
@@ -178,6 +179,8 @@ class _Best:
 def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
     task = best.task
     actions = task.actions
+    if not best.is_proven and budget.left() > 0:
+        best.offer_all(periodic(task, best.value), budget.part(2))
     _refill(best, budget)
     if not best.is_proven and (best.schedule is None or budget.left() > 0):
         best.offer_all(greedy(task, _FEW if actions > _MANY else _ALL), budget.part(4))
