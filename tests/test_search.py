@@ -154,6 +154,7 @@ def tasks(draw: st.DrawFn) -> Task:
     return Task(placement, microbatches, costs, room, draw(st.sampled_from(objectives)), draw(st.booleans()))
 
 
+@settings(max_examples=20)
 @given(tasks())
 def test_what_repeats_checks_and_fits(task: Task) -> None:
     for schedule in periodic(task, math.inf):
