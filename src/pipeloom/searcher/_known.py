@@ -29,13 +29,16 @@ def known(task: Task) -> Iterator[Schedule]:
         for recipe in RECIPES
         if recipe.copies == 1 and "pieces" not in recipe.options and (task.splits or not recipe.splits_backward)
     ]
-    firsts: list[tuple[Recipe, Choice]] = [(recipe, {}) for recipe in recipes]
+    firsts: list[tuple[Recipe, Choice]] = []
     others: list[tuple[Recipe, Choice]] = []
     for recipe in recipes:
         if _suits(recipe, task):
-            first, *rest = [(recipe, choice) for choice in _choices(recipe, task)] or [(recipe, {})]
-            firsts.append(first)
-            others.extend(rest)
+            choices: list[tuple[Recipe, Choice]] = [
+                (recipe, {}),
+                *((recipe, choice) for choice in _choices(recipe, task)),
+            ]
+            firsts.extend(choices[:2])
+            others.extend(choices[2:])
     step = 1 + len(others) * task.actions // _MOST
     for recipe, choice in [*firsts, *others[::step]]:
         try:
