@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from pipeloom.action import Kind
@@ -16,8 +17,9 @@ def memory_problems(schedule: Schedule, memory: float) -> Iterator[Problem]:
     composite are held together.
     """
     trains = schedule.trains
+    held_by = Counter(schedule.placement.values())
     for rank, row in enumerate(schedule.rows):
-        stages = max(len(schedule.stages_of(rank)), 1)
+        stages = max(held_by[rank], 1)
         held = most = at = 0
         for step, cell in enumerate(row):
             kinds = [action.kind for action in cell.computes]

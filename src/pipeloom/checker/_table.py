@@ -93,6 +93,8 @@ class Table:
 
     def written(self, cell: int, action: Action) -> Action:
         """The action as the cell has it: B where its I or W is meant."""
+        if action.kind is not Kind.I and action.kind is not Kind.W:
+            return action
         rank, step = self.rank_and_step(cell)
         whole = action._replace(kind=Kind.B)
         return whole if whole in self.schedule.rows[rank][step].computes else action
@@ -116,10 +118,13 @@ class Table:
         at, first, end = self.at, self.dependencies.first, self.dependencies.end
         lines = {**self._blocks, Kind.B: self._blocks[Kind.I]}
         whole, to_weight = Kind.B, self._blocks[Kind.W] - self._blocks[Kind.I]
+        held: list[list[int]] = [[] for _ in self.schedule.rows]
+        for stage, rank in enumerate(self.holder):
+            if 0 <= rank < len(held):
+                held[rank].append(stage)
         for rank, row in enumerate(self.schedule.rows):
-            held = [stage for stage in self.schedule.stages_of(rank) if 0 <= stage < self.schedule.stages]
             starts = {
-                kind: {stage: block + self.dependencies.output[stage] for stage in held}
+                kind: {stage: block + self.dependencies.output[stage] for stage in held[rank]}
                 for kind, block in lines.items()
             }
             cells: Iterable[tuple[int, Action]] = enumerate(row, self.starts[rank])

@@ -12,7 +12,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule
 
 _Route = tuple[tuple[int, list[Action]], tuple[int, list[Action]]]
-"""How a value gets to another rank: the sender and its sends of all microbatches, the receiver and its receives."""
+"""How a stage's values get to another rank: the sender and its sends, by microbatch, the receiver and its receives."""
 
 _UNSET, _AWAITED = -1, -2
 """Of a value that is not made yet: nobody waits for it, or some rank does."""
@@ -64,6 +64,7 @@ def _written(schedule: Schedule) -> list[list[Action]]:
         time, number = divmod(at, len(cells))
         cell = cells[number]
         for stage, kind, microbatch, _, _ in cell.parts or (cell,):
+            index = microbatch - dependencies.first[stage]
             for ends in routes[kind][stage]:
                 for rank, messages in ends:
                     stop = first = copied[rank]
@@ -73,7 +74,7 @@ def _written(schedule: Schedule) -> list[list[Action]]:
                     if stop > first:
                         written[rank] += rows[rank][first:stop]
                         copied[rank] = stop
-                    written[rank].append(messages[microbatch])
+                    written[rank].append(messages[index])
     for rank, row in enumerate(rows):
         written[rank] += row[copied[rank] :]
     return written
@@ -85,10 +86,10 @@ _RUN = COMPUTE | {Kind.OVERLAP_F_B}
 def _routes(schedule: Schedule, dependencies: Dependencies) -> dict[Kind, list[list[_Route]]]:
     """For each kind of compute action and each stage, the ways that its value takes to other ranks."""
     placement, stages = schedule.placement, range(schedule.stages)
-    microbatches = range(schedule.microbatches)
 
     def routes(stage: int, others: Iterable[int], send: Kind, receive: Kind, neighbour: int) -> list[_Route]:
         found = []
+        microbatches = range(dependencies.first[stage], dependencies.end[stage])
         for other in others:
             if placement[other] != placement[stage]:
                 here, there = (-1, -1) if other == neighbour else (stage, other)
