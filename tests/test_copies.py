@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from models import TOKENS, WIDTH, Block, Tokens, cross_entropy, gpt, text
 from pipeloom import Action, Kind, Wiring
 from pipeloom.errors import BatchError, DisagreementError, PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
+from processes import run_ranks
 from test_pipeline import Side, square
 
 
@@ -244,6 +247,27 @@ def misplace() -> None:
 
 def test_other_ranks_take_no_inputs() -> None:
     launch(misplace, 4)
+
+
+def die(group: dist.ProcessGroup) -> None:
+    """Rank 1 has run its row and is killed before its copies have exchanged gradients."""
+    schedule = pl.schedules.make("DualPipe", ranks=2, microbatches=4)
+    modules = gpt(2)
+    stages = [pl.Stage(modules[stage % 2], stage) for stage in schedule.stages_of(group.rank())]
+    pipe = pl.Pipeline(stages, schedule, loss_fn=cross_entropy)
+    x, y = text(8, seed=0)
+    pipe.step(x, target=y)
+    if group.rank() == 1:
+        pipe._ties.finish = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    held = [None if each.grad is None else each.grad.clone() for each in modules[0].parameters()]
+    with pytest.raises(PeerFailed, match="its process ended") as caught:
+        pipe.step(x, target=y)
+    assert caught.value.rank == 1
+    assert all(map(torch.equal, held, [each.grad for each in modules[0].parameters()]))
+
+
+def test_a_rank_that_dies_at_the_end_of_a_step_is_named(tmp_path: Path) -> None:
+    run_ranks(2, die, tmp_path, statuses={1: -signal.SIGKILL})
 
 
 class Model(nn.Module):

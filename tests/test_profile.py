@@ -174,3 +174,10 @@ def test_train_writes_the_timeline_of_its_last_step(tmp_path: Path) -> None:
         ended = run(*command, "--trace", wrong)
         assert ended.returncode == 2
         assert message in ended.stderr
+
+
+def test_what_cannot_be_run_is_refused_before_ranks_start() -> None:
+    ended = run("profile", "Seq1F1B", "--ranks", "2", "--microbatches", "4", *TINY)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    (line,) = ended.stderr.splitlines()
+    assert "Seq1F1B cannot be run yet: it cuts sequences into 2 pieces" in line

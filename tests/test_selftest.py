@@ -57,7 +57,7 @@ def test_copies_of_the_model() -> None:
 def test_what_cannot_be_run_yet_is_refused() -> None:
     (outcome,) = run(make("Seq1F1B", ranks=2, microbatches=4), [BY_NAME["plain"]])
     assert outcome.kind == "refused"
-    assert "can be checked and priced, but not run yet" in outcome.reason
+    assert "a stage keeps no keys and values from piece to piece" in outcome.reason
 
 
 def test_names_are_unique() -> None:

@@ -166,6 +166,17 @@ def test_a_wrong_schedule_is_refused_before_anything_starts(tmp_path: Path) -> N
     assert "has no backward actions" in run("--schedule", csv).stderr
 
 
+def test_a_file_may_have_copies_of_the_model(text: Path, tmp_path: Path) -> None:
+    csv = tmp_path / "chimera.csv"
+    csv.write_text(make("Chimera", ranks=2, microbatches=4).to_csv())
+    options: list[str | Path] = ["--schedule", csv, "--data", text, "--steps", "2", "--batch-size", "8", "--verify"]
+    options += ["--microbatches", "4"]
+    ended = run(*options, "--copies", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("  equal to the bit\n") == 2
+    assert run(*options).returncode == 1  # as one chain of four stages it lacks microbatches
+
+
 def test_a_schedule_that_cannot_be_run_is_refused_once(text: Path) -> None:
     name = "Seq1F1B"
     ended = run("--schedule", name, "--ranks", "2", "--microbatches", "4", "--batch-size", "16", "--data", text)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from pipeloom._pieces import refuse_pieces
 from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults
 from pipeloom.cli._source import Microbatches, Ranks, Source, StagesPerRank, read_schedule
 from pipeloom.costs import Costs
@@ -53,6 +54,7 @@ def profile(
         schedule = read_schedule(
             source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
         ).checked()
+    refuse_pieces(schedule)
     mistakes = config.mistakes(schedule.microbatches, None)
     if not schedule.trains:
         mistakes.append(f"{schedule.name} has no backward actions")

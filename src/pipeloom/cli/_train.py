@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from pipeloom import schedules
+from pipeloom._pieces import refuse_pieces
 from pipeloom.cli._answer import INTERRUPTED, READER_LEFT, UsageError, faults
 from pipeloom.cli._search import progress_of, summary
-from pipeloom.cli._source import read_schedule
-from pipeloom.errors import DataError, PipelineError, RankFailed, SizeError
+from pipeloom.cli._source import Copies, read_schedule
+from pipeloom.errors import DataError, RankFailed, SizeError
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import simulate
 from pipeloom.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
@@ -41,6 +42,7 @@ def train(
     stages_per_rank: Annotated[
         int | None, typer.Option(help="How many stages a rank holds, where the named schedule leaves a choice.")
     ] = None,
+    copies: Copies = 1,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -127,12 +129,8 @@ def train(
         max_restarts=max_restarts,
     )
     try:
-        rows, text = _understood(config, schedule, ranks, microbatches, stages_per_rank, memory)
-        if rows.wiring.pieces > 1:
-            raise PipelineError(
-                f"{rows.name} cannot be run yet, as it has microbatches in pieces; it can be checked, simulated and "
-                "drawn. Give another --schedule: DualPipeV, ZBVZeroBubble, Interleaved1F1B or 1F1B run"
-            )
+        rows, text = _understood(config, schedule, ranks, microbatches, stages_per_rank, copies, memory)
+        refuse_pieces(rows)
         _run(config, _found(config, rows, memory) if _is_search(schedule) else rows, text)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -152,6 +150,7 @@ def _understood(
     ranks: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
+    copies: int,
     memory: str | None,
 ) -> tuple[Schedule, bytes]:
     """The schedule and the text. Where a schedule is to be searched for, it is one of the same sizes to be measured.
@@ -175,7 +174,7 @@ def _understood(
     try:
         with faults(as_json=False):
             schedule = read_schedule(
-                source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+                source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, copies=copies
             ).checked()
     except (UsageError, SizeError) as error:
         mistakes.append(str(error))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from pipeloom import schedules
+from pipeloom._pieces import refuse_pieces
 from pipeloom.action import SHARDING
 from pipeloom.errors import PipelineError
 from pipeloom.passes import lower
@@ -102,5 +103,4 @@ def refuse_misfits(schedule: Schedule, rank: int, ranks: int, modules: Mapping[i
             f"{schedule.name} places stages {list(held)} on rank {rank}, which was given {list(modules)}; "
             "pipeloom.split(model, into=schedule) makes the right ones"
         )
-    if schedule.wiring.pieces > 1:
-        raise PipelineError(f"{schedule.name}: pieces can be checked and priced, but not run yet")
+    refuse_pieces(schedule)
