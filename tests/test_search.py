@@ -406,3 +406,12 @@ def test_span_bubbles_of_a_published_profile_are_proven_least(where: str, memory
         )
         assert found.proven
         assert round(1 - m * chunks * sum(times.values()) / found.span, 4) == expected
+
+
+@pytest.mark.parametrize("costs", [pl.Costs(overlap=1), pl.Costs(overlap=0.5, communication=0.1), pl.Costs(fused=1.0)])
+def test_composites_that_overlap_are_below_no_bound(costs: pl.Costs) -> None:
+    dual = pl.simulate(pl.schedules.make("DualPipeV", ranks=2, microbatches=8), costs)
+    for splits in (True, False):
+        found = pl.search(ranks=2, microbatches=8, placement="V", costs=costs, splits=splits, work=0.1)
+        assert found.bound <= dual.makespan
+        assert not found.proven

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ def as_plain(found: Found, costs: Costs) -> dict[str, object]:
     return figures(simulate(found.schedule, costs)) | {
         "objective": found.objective,
         "bound": found.bound,
-        "gap": found.gap,
+        "gap": found.gap if math.isfinite(found.gap) else None,
         "proven": found.proven,
         "how": found.how,
         "placement": [rank for _, rank in sorted(found.schedule.placement.items())],
@@ -124,6 +125,8 @@ def _shares(found: Found) -> list[float]:
 def _quality(found: Found, write: Callable[[float], str] = number) -> str:
     if found.proven:
         return f"no {found.objective} is smaller"
+    if not found.bound:
+        return "nothing is known of the best possible, since the costs say how long whole composites take"
     return f"at most {found.gap:.1%} above the best possible: no {found.objective} is below {write(found.bound)}"
 
 

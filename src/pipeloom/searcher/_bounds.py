@@ -19,7 +19,14 @@ def lower_bound(task: Task) -> float:
     it had not had the room; before its last forward, all other forwards, and the backwards without which it had not had
     the room. A rank before it starts earlier by the way of the first microbatch, and ends later by the way of the last
     one.
+
+    Where composites overlap, only the way of one microbatch is sure; where their times were measured, nothing is.
     """
+    if task.costs.fused is not None:
+        return 0.0
+    if task.costs.overlap:
+        firsts = [0] if task.objective == "makespan" else [stages[0] for stages in task.stages_of if stages]
+        return max(_down(task, first) + _up(task, first) + task.weights[first] for first in firsts)
     ranks = [_Rank(task, stages) for stages in task.stages_of if stages]
     bounds = [rank.span + (rank.way if task.objective == "makespan" else 0.0) for rank in ranks]
     for first in [0] if task.objective == "makespan" else [rank.stages[0] for rank in ranks]:

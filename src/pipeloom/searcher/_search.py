@@ -58,9 +58,11 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By which share of the bound the schedule may be above the best possible at most."""
+        """By which share of the bound the schedule may be above the best possible at most; infinite if that is 0."""
         value = self.makespan if self.objective == "makespan" else self.span
-        return value / self.bound - 1 if self.bound else 0.0
+        if not self.bound:
+            return math.inf if value else 0.0
+        return value / self.bound - 1
 
 
 def search(
@@ -196,7 +198,8 @@ def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
     _climb(best, _Budget(min(budget.left() / 3, actions * _CLIMB)), work, actions)
     if not best.is_proven and budget.left() > 0:
         answer = exact(task, best.schedule, best.bound, seconds=budget.left(), work=work)
-        best.bound = max(best.bound, answer.bound)
+        if not task.costs.overlap and task.costs.fused is None:  # else a composite may be shorter than its parts
+            best.bound = max(best.bound, answer.bound)
         if answer.rows:
             best.offer(task.schedule(answer.rows, "exact"))
         if answer.interrupted:
