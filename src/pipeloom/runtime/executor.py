@@ -264,7 +264,8 @@ class Run:
 
     def _outward(self, stage: int, output: Any) -> tuple[Any, Any]:
         """What goes to the next stage, and what goes along the skip edges that begin at this one."""
-        map_tensors(_cut, output, f"the output of stage {stage}")
+        if type(output) is not Tensor:
+            map_tensors(_cut, output, f"the output of stage {stage}")  # refuses what cannot cross
         if len(self._wiring.targets(stage)) == 1:
             return output, None
         if not isinstance(output, tuple) or len(output) < 2:

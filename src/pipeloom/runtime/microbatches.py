@@ -19,6 +19,8 @@ Handling = Literal["split", "replicate"]
 
 def batch_size(value: Any) -> int | None:
     """The first dimension of the first tensor of a tree that has one."""
+    if type(value) is Tensor and value.dim():
+        return value.shape[0]
     return next((tensor.shape[0] for tensor in tensors(value) if tensor.dim() > 0), None)
 
 

@@ -11,27 +11,35 @@ from torch import Tensor
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any, where: str = "the value") -> Any:
+Place = str | tuple["Place", object]
+"""What a value is called: a name, or the place of what holds it and its index or key there."""
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any, where: Place = "the value") -> Any:
     """The tree `value` with `function` applied to each tensor.
 
     Raises:
         TypeError: something in the tree is neither a tensor nor a plain value; the message names the place.
     """
-    if isinstance(value, Tensor):
-        return function(value)
     kind = type(value)
+    if kind is Tensor or isinstance(value, Tensor):
+        return function(value)
     if kind is tuple:
-        return tuple([map_tensors(function, item, f"{where}[{at}]") for at, item in enumerate(value)])
+        return tuple([map_tensors(function, item, (where, at)) for at, item in enumerate(value)])
     if kind is list:
-        return [map_tensors(function, item, f"{where}[{at}]") for at, item in enumerate(value)]
+        return [map_tensors(function, item, (where, at)) for at, item in enumerate(value)]
     if kind is dict:
-        return {key: map_tensors(function, item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {key: map_tensors(function, item, (where, key)) for key, item in value.items()}
     if isinstance(value, PLAIN):
         return value
     raise TypeError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}; stages exchange tensors and plain values "
+        f"{_name(where)} is a {kind.__module__}.{kind.__qualname__}; stages exchange tensors and plain values "
         "(None, bool, int, float, complex, str, bytes) in tuples, lists and dicts"
     )
+
+
+def _name(place: Place) -> str:
+    return place if isinstance(place, str) else f"{_name(place[0])}[{place[1]!r}]"
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -75,8 +75,11 @@ def pack(value: Tree) -> tuple[bytes, list[torch.Tensor]]:
     """
     if type(value) is torch.Tensor and _is_plain(value):
         return _tensor_header(value.dtype, value.shape, (), value.requires_grad), [value]
+    if type(value) is list and len(value) == 1 and type(value[0]) is torch.Tensor and _is_plain(value[0]):
+        header, tensors = pack(value[0])  # the gradient of a stage's one input
+        return _COUNT.pack(b"l", 1) + header, tensors
     parts: list[bytes] = []
-    tensors: list[torch.Tensor] = []
+    tensors = []
     _write(value, parts, tensors, [])
     header = b"".join(parts)
     if len(header) > LARGEST_HEADER:
