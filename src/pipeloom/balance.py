@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 
 from pipeloom.action import Kind
 from pipeloom.errors import SizeError
@@ -17,6 +17,9 @@ Starts = dict[int, int]
 
 Moment = dict[int, int]
 """How many microbatches of each of its stages a rank holds at one time."""
+
+_MOST_STEPS = 20_000
+"""How much is tried to tell whether a memory works, where one is to be named that does."""
 
 _ROUNDING = 1e-9
 """What is smaller than this share of a time or of a memory is a rounding error."""
@@ -37,10 +40,9 @@ def balanced(layers: Sequence[Layer], stages: int, into: Schedule | None = None,
     limits = sorted({end - start for at, start in enumerate(times) for end in times[at + 1 :]})
     found = _search(layers, times, stages, into, memory, limits)
     if found is None:
-        raise SizeError(
-            f"split: no placement fits into a memory of {memory:g}; "
-            f"the least that works is {_least_memory(layers, times, stages, into):.6g}"
-        )
+        least, proven = _least_memory(layers, times, stages, into)
+        what = "the least that works is" if proven else "what works, and may not be the least, is"
+        raise SizeError(f"split: no placement fits into a memory of {memory:g}; {what} {least:.6g}")
     return found
 
 
@@ -65,18 +67,30 @@ def _search(
     return best
 
 
-def _least_memory(layers: Sequence[Layer], times: Sequence[float], stages: int, into: Schedule | None) -> float:
-    """The least memory that works, to a thousandth, from above."""
-    low, high = 0.0, 1.0
-    while _Filling(layers, times, stages, into, high, math.inf).starts() is None:
+def _least_memory(
+    layers: Sequence[Layer], times: Sequence[float], stages: int, into: Schedule | None
+) -> tuple[float, bool]:
+    """The least memory that works, to a thousandth, from above; and whether no less was left unclear."""
+    low, high, proven = 0.0, 1.0, True
+
+    def works(memory: float) -> bool:
+        nonlocal proven
+        try:
+            return _Filling(layers, times, stages, into, memory, math.inf).starts(_MOST_STEPS) is not None
+        except _UnclearError:
+            proven = False
+            return False
+
+    while not works(high):
         low, high = high, 2 * high
     while high - low > high / 1000:
         middle = (low + high) / 2
-        if _Filling(layers, times, stages, into, middle, math.inf).starts() is None:
-            low = middle
-        else:
-            high = middle
-    return high
+        low, high = (low, middle) if works(middle) else (middle, high)
+    return high, proven
+
+
+class _UnclearError(Exception):
+    """Not all ways were tried."""
 
 
 class _Filling:
@@ -110,14 +124,22 @@ class _Filling:
             for rank in range(len(self.stages_of))
         ]
 
-    def starts(self) -> list[int] | None:
-        """Where the stages begin; None if they cannot be filled."""
+    def starts(self, most: float = math.inf) -> list[int] | None:
+        """Where the stages begin; None if they cannot be filled.
+
+        Raises:
+            _UnclearError: so much was tried, and nothing found.
+        """
         first = {0: 0, self.stages: self.count}
         if not self._reaches(0, self.count, self.stages):
             return None
         stack = [(first, self._filled(0, first))]
         dead: set[tuple[int, ...]] = set()
-        while stack:
+        for tried in count():
+            if not stack:
+                break
+            if tried > most:
+                raise _UnclearError
             rank = len(stack) - 1
             starts, ways = stack[-1]
             found = next(ways, None)
