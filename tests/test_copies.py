@@ -231,6 +231,25 @@ def half_a_target() -> None:
     pipe.close()
 
 
+def half_the_outputs() -> None:
+    schedule = pl.schedules.make("DualPipe", ranks=2, microbatches=4)
+    stages = [pl.Stage(nn.Linear(2, 2), stage) for stage in schedule.stages_of(dist.get_rank())]
+    pipe = pl.Pipeline(stages, schedule, loss_fn=square)
+    x = torch.ones(8, 2)
+    for call in (pipe.step, pipe.eval):
+        with pytest.raises(PipelineError, match="return_outputs is on at rank 0 and off at rank 1"):
+            call(x, target=x, return_outputs=dist.get_rank() == 0)
+        assert call(x, target=x) is not None
+        assert call(x, target=x, return_outputs=False) is None
+        for stage in stages:
+            stage.module.zero_grad()
+    pipe.close()
+
+
+def test_all_last_stages_ask_for_outputs_or_none_does() -> None:
+    launch(half_the_outputs, 2)
+
+
 def test_all_last_stages_need_the_target() -> None:
     launch(half_a_target, 2)
 

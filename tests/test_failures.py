@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH
-from pipeloom.errors import PeerFailed
+from pipeloom.errors import PeerFailed, PipelineError
+from pipeloom.runtime.launcher import launch
 from processes import run_ranks
 from soak import BoomError, case, run
 from test_pipeline import make, square
@@ -97,6 +99,57 @@ def test_losses_wait_for_all_and_so_hear_of_it(tmp_path: Path) -> None:
         pipe.close()
 
     run_ranks(2, body, tmp_path)
+
+
+class Armed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            raise BoomError
+        result: Tensor = self.linear(x)
+        return result
+
+
+def asks_after_a_failure(name: str, transport: Literal["local", "torch"], ask: str) -> None:
+    schedule = make(name, 2, 4)
+    rank = dist.get_rank()
+    own = {stage: Armed() for stage in schedule.stages_of(rank)}
+    stages = [pl.Stage(module, stage) for stage, module in own.items()]
+    pipe = pl.Pipeline(stages, schedule, loss_fn=square, transport=transport)
+    x = torch.ones(8, WIDTH)
+
+    def step() -> None:
+        pipe.step(*([x] if pipe.first else []), target=x if pipe.last else None)
+
+    asked = {"loss": pipe.loss, "norm": lambda: pipe.clip_grad_norm_(1.0), "trace": pipe.trace}[ask]
+    for _ in range(3):
+        for module in own.values():
+            module.zero_grad()
+        if 1 in own:
+            own[1].armed = True
+        with pytest.raises((BoomError, PeerFailed)):
+            step()
+        for _ in range(2):
+            with pytest.raises(PipelineError, match="the last step failed, so it has no loss, norm or timeline"):
+                asked()
+        if 1 in own:
+            own[1].armed = False
+        step()
+        asked()
+    pipe.close()
+
+
+@pytest.mark.parametrize("ask", ["loss", "norm", "trace"])
+@pytest.mark.parametrize("transport", ["local", "torch"])
+@pytest.mark.parametrize("name", ["1F1B", "DualPipe"])
+def test_what_is_asked_of_a_failed_step_is_refused_at_once(
+    name: str, transport: Literal["local", "torch"], ask: str
+) -> None:
+    launch(asks_after_a_failure, 2, name, transport, ask, timeout=20.0)
 
 
 def test_an_error_shows_a_few_rows_only(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ class Pipeline:
         self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
         self._replicas.later = self._ties.parameters()
         self._run: Run | None = None
+        self._failed = False
         self._times: Times | None = None
         self._loss: Tensor | None = None
         self._leftovers = Leftovers(self._modules.values(), self._replicas)
@@ -252,9 +253,12 @@ class Pipeline:
 
     def _gather(self) -> None:
         """Wait for all ranks; if the last step failed elsewhere, it fails here too."""
+        if self._failed:  # others may still be in it, and would take what is sent here for a value
+            raise PipelineError("the last step failed, so it has no loss, norm or timeline; take another step first")
         try:
             self._team.gather()
         except BaseException:
+            self._failed = True
             self._leftovers.undo()
             raise
 
@@ -262,7 +266,7 @@ class Pipeline:
     def _together(
         self, call: str, microbatches: int, given: Given, batch_id: Plain, refuse: Callable[[], None]
     ) -> Iterator[Batch]:
-        self._run = None
+        self._run, self._failed = None, True
         agreed: dict[str, Plain] = {
             "call": call,
             "microbatches": microbatches,
@@ -276,6 +280,7 @@ class Pipeline:
                 batch.cut_keywords(given, self._handling)
                 self._refuse_unknown_keywords(batch.keywords)
                 yield batch
+            self._failed = False
         except BaseException:
             self._replicas.fell_out()
             raise
@@ -345,7 +350,7 @@ class Pipeline:
 
     def loss(self) -> Tensor:
         """The weighted loss of the last `step` or `eval`, over all replicas, on every rank; every rank calls it."""
-        if self._run is None:
+        if self._run is None and not self._failed:
             raise PipelineError("there is no loss before the first step")
         source = self._ends.last_ranks[0]
         value = self._loss if self._loss is not None else torch.zeros(())
@@ -384,9 +389,11 @@ class Pipeline:
         Returns:
             The timeline on rank 0 of the group; None elsewhere.
         """
-        if self._run is None or self._times is None:
+        if self._run is None and not self._failed:
             raise PipelineError("there is no timeline before the first step")
         self._gather()
+        assert self._run is not None
+        assert self._times is not None
         return trace(self._run.work.schedule, self.rank, self._times, self._team.transport, self._device)
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Randomness:
         self._now, self._recomputes = (step, microbatch), True
 
     def _hook(self, name: str) -> Callable[..., None]:
-        def seed(*_: object) -> None:
+        def reseed(*_: object) -> None:
             if self._now is None:
                 return
             step, microbatch = self._now
@@ -78,6 +78,9 @@ class Randomness:
             if not self._recomputes:
                 self._calls[call] += 1
             key = f"{self._seed} {step} {microbatch} {count} {name}".encode()
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which is slow where there is no GPU
+            if torch.cuda.is_initialized():
+                torch.cuda.manual_seed_all(seed)
 
-        return seed
+        return reseed

@@ -93,6 +93,14 @@ class Team:
             return
         own = (run.losses, run.work.meshes.flat(run.outputs))
         found = exchange(self.transport, self._ends.rank, self._ends.last_ranks, own)
+        kept = {rank: bool(outputs) for rank, (losses, outputs) in found.items() if losses or outputs}
+        if len({*kept.values()}) > 1:
+            raise PipelineError(
+                "return_outputs is on at rank {} and off at rank {}; the ranks of the last stages, which have their "
+                "microbatches from each other, all ask for outputs or none does".format(
+                    *(next(rank for rank, each in kept.items() if each is on) for on in (True, False))
+                )
+            )
         for losses, outputs in (each for rank, each in found.items() if rank != self._ends.rank):
             run.losses |= losses
             run.outputs |= run.work.meshes.whole(outputs)
