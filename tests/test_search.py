@@ -291,6 +291,12 @@ def test_nothing_with_a_name_is_better_whatever_is_chosen_and_however_short_the_
             assert value(found) <= other * (1 + 1e-9), f"{name} {choice}"
 
 
+def test_a_choice_of_more_memory_than_there_is_counts_where_few_microbatches_do_not_need_it() -> None:
+    by_name = pl.simulate(pl.schedules.make("ControllableMemory", ranks=5, microbatches=2, memory=5))
+    found = pl.search(ranks=5, microbatches=2, placement="V", memory=4, costs=pl.Costs(), seconds=0)
+    assert found.makespan <= by_name.makespan
+
+
 @pytest.mark.parametrize("placement", ["linear", "V", "any"])
 def test_work_instead_of_time_gives_the_same_answer_each_time(placement: str) -> None:
     texts = {

@@ -253,6 +253,7 @@ class Pipeline:
 
     def _gather(self) -> None:
         """Wait for all ranks; if the last step failed elsewhere, it fails here too."""
+        self._team.refuse_closed()
         if self._failed:  # others may still be in it, and would take what is sent here for a value
             raise PipelineError("the last step failed, so it has no loss, norm or timeline; take another step first")
         try:

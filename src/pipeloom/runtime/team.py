@@ -67,7 +67,7 @@ class Team:
             refuse: raises if this rank cannot take the step.
             where: the schedule that runs and the action that it has come to, for the error if it fails.
         """
-        self._refuse_closed()
+        self.refuse_closed()
         refused: Exception | None = None
         batch = Batch(self._ends, microbatches, weight, replicas)
         try:
@@ -115,7 +115,6 @@ class Team:
 
     def gather(self) -> None:
         """Wait until all ranks are here, so that a collective finds them; raise if one of them failed."""
-        self._refuse_closed()
         transport = self.transport
         if transport is None:
             return
@@ -129,7 +128,8 @@ class Team:
             transport.send(0, None)
             transport.receive(0).wait()
 
-    def _refuse_closed(self) -> None:
+    def refuse_closed(self) -> None:
+        """Refuse what is asked of a pipeline that is closed."""
         if self._closed:
             raise PipelineError("this pipeline is closed; make a new one")
 

@@ -58,10 +58,11 @@ def _suits(recipe: Recipe, task: Task) -> bool:
 
 
 def _choices(recipe: Recipe, task: Task) -> Iterator[Choice]:
-    """All that the recipe lets one choose: memory from the most there is down, groups from p microbatches up."""
+    """All that the recipe lets one choose: memory from the most there is down, then more, of which few microbatches may
+    not need all; groups from p microbatches up."""
     if "memory" in recipe.options:
         most = min(2 * task.ranks, int(2 * task.most_shares))
-        yield from ({"memory": halves / 2} for halves in range(most, 0, -1))
+        yield from ({"memory": halves / 2} for halves in (*range(most, 0, -1), *range(most + 1, 2 * task.ranks + 1)))
     if "group" in recipe.options:
         yield from ({"group": group} for group in range(task.ranks, max(task.ranks, task.microbatches) + 1))
         yield from ({"group": group} for group in range(task.ranks // 2, task.ranks))
