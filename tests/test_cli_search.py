@@ -106,6 +106,14 @@ def test_a_refusal_leaves_no_file(pipeloom: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["9" * 400, "none/best.csv", "."], ids=["too long", "no folder", "a folder"])
+def test_an_output_that_cannot_be_written_is_refused_first(pipeloom: Run, tmp_path: Path, name: str) -> None:
+    status, out, err = pipeloom("search", "--ranks", "2", "--microbatches", "2", "-o", str(tmp_path / name))
+    assert (status, out) == (2, "")
+    assert "cannot be written" in err
+    assert "Traceback" not in err
+
+
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     best, costs = tmp_path / "best.csv", tmp_path / "costs.json"
     costs.write_text(HARD.to_json())

@@ -131,8 +131,8 @@ def _quality(found: Found, write: Callable[[float], str] = number) -> str:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    is_new = not path.exists()
     try:
+        is_new = not path.exists()
         path.open("a").close()
         if is_new:
             path.unlink()
