@@ -164,7 +164,7 @@ def main() -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     failed = 0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # some command lines write files
         for seed in range(options.seed, options.seed + options.times):
             try:
                 with limited():
