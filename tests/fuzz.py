@@ -76,7 +76,9 @@ def texts(chance: random.Random, _: Path) -> str:
 
 
 def some_costs(chance: random.Random) -> str:
-    number: Callable[[], object] = lambda: chance.choice((0, 1, 2.5, -1, 1e308, [1, 2, 3, 4], [], "1", None, True, {}))  # noqa: E731
+    def number() -> object:
+        return chance.choice((0, 1, 2.5, -1, 1e308, [1, 2, 3, 4], [], "1", None, True, {}))
+
     keys = ["F", "B", "I", "W", "communication", "bandwidth", "activation", "overlap", "fused", "optimizer", "unknown"]
     return json.dumps({key: number() for key in chance.sample(keys, chance.randint(0, 5))})
 

@@ -134,7 +134,7 @@ class Costs:
             problems += found
         if problems:
             raise CostsError(name, problems)
-        return cls(**clean)  # type: ignore[arg-type]
+        return cls(**clean)  # type: ignore[arg-type]  # _clean has seen to the types
 
     def to_dict(self) -> dict[str, object]:
         """The values as plain lists and numbers; what is None or infinite is left out."""

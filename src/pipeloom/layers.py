@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from pipeloom._json import read_json
 from pipeloom.costs import Costs
@@ -103,4 +104,5 @@ def read_layers(source: str | bytes | os.PathLike[str], name: str = "") -> list[
 def costs_of(stages: Iterable[Iterable[Layer]]) -> Costs:
     """The costs of stages that consist of these layers."""
     held = [list(stage) for stage in stages]
-    return Costs(**{key: [sum(getattr(layer, key) for layer in stage) for stage in held] for key in _NUMBERS})  # type: ignore[arg-type]
+    sums: dict[str, Any] = {key: [sum(getattr(layer, key) for layer in stage) for stage in held] for key in _NUMBERS}
+    return Costs(**sums)

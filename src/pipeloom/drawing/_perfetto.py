@@ -85,7 +85,7 @@ def protobuf(timelines: Sequence[Timeline]) -> bytes:
         DrawingError: the package perfetto is not installed.
     """
     try:
-        from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (  # type: ignore[import-untyped]
+        from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (  # type: ignore[import-untyped]  # it has no types
             Trace,
             TrackDescriptor,
             TrackEvent,

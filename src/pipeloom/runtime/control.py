@@ -49,7 +49,7 @@ class _Failure:
     def make(self) -> PeerFailed | DisagreementError:
         if "disagreement" in self.error:
             return DisagreementError(str(self.error["disagreement"]))
-        return PeerFailed(**self.error)  # type: ignore[arg-type]
+        return PeerFailed(**self.error)  # type: ignore[arg-type]  # these are its arguments
 
 
 class Control:

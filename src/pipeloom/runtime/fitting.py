@@ -27,7 +27,7 @@ def digest(schedule: Schedule) -> str:
 def stages_of(stages: Iterable[Stage]) -> list[Stage]:
     """The stages as a list, if that is what they are."""
     if isinstance(stages, Stage | nn.Module):
-        stages = [stages]  # type: ignore[list-item]
+        stages = [stages]  # type: ignore[list-item]  # refused below
         listed = False
     else:
         stages, listed = list(stages), True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -53,8 +54,13 @@ def split(value: Any, microbatches: int, what: str) -> list[Any]:
     parts = []
     for index in range(microbatches):
         each = iter(cut)
-        parts.append(map_tensors(lambda _, each=each, index=index: next(each)[index], value))  # type: ignore[misc]
+        parts.append(map_tensors(partial(_next, each, index), value))
     return parts
+
+
+def _next(cut: Iterator[Sequence[Tensor]], index: int, _: Tensor) -> Tensor:
+    """Part `index` of the tensor whose turn it is."""
+    return next(cut)[index]
 
 
 def split_keywords(

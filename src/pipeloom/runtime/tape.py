@@ -32,7 +32,7 @@ class _Enter(torch.autograd.Function):
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004 - autograd passes it
         return gradient
 
 
@@ -72,7 +72,7 @@ class Tape:
         if not tensor.requires_grad:
             return tensor
         self.leaves.append(tensor)
-        inner: Tensor = _Enter.apply(tensor)  # type: ignore[no-untyped-call]
+        inner: Tensor = _Enter.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         assert inner.grad_fn is not None
         self._entries.append(inner.grad_fn)
         return inner

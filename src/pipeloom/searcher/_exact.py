@@ -32,7 +32,7 @@ class Answer:
 def available() -> bool:
     """Whether OR-tools is installed."""
     try:
-        import ortools.sat.python.cp_model  # noqa: F401
+        import ortools.sat.python.cp_model  # noqa: F401 - to see whether it is there
     except ImportError:
         return False
     return True

@@ -42,7 +42,7 @@ def known(task: Task) -> Iterator[Schedule]:
     step = 1 + len(others) * task.actions // _MOST
     for recipe, choice in [*firsts, *others[::step]]:
         try:
-            schedule = recipe.make(task.ranks, task.microbatches, per_rank, **choice)  # type: ignore[arg-type]
+            schedule = recipe.make(task.ranks, task.microbatches, per_rank, **choice)  # type: ignore[arg-type]  # a group is whole
         except SizeError:
             continue
         if schedule.placement == task.placement and schedule.wiring == Wiring(task.stages) and task.fits(schedule):

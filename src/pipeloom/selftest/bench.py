@@ -101,7 +101,7 @@ class Pair:
         for each, add in ((self.own.values(), self.pipe.add_loss), (self.whole, self.collected.append)):
             for module in each:
                 if hasattr(module, "add_loss"):
-                    module.add_loss = add  # type: ignore[assignment]
+                    module.add_loss = add  # type: ignore[assignment]  # a plain attribute
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a batch that does not divide by the number of microbatches."""
@@ -181,7 +181,8 @@ class Pair:
         yield
         for name, value in self._state().items():
             held = before[name]
-            if (held is None) != (value is None) or (value is not None and not torch.equal(held, value)):  # type: ignore[arg-type]
+            same = held is value if held is None or value is None else torch.equal(held, value)
+            if not same:
                 raise Unequal(f"{name} was touched")
 
     def _state(self) -> dict[str, Tensor | None]:

@@ -159,7 +159,8 @@ class Custom(Counting):
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Scale.apply(self.linear(x), self.scale, self.counts)  # type: ignore[no-untyped-call]
+        scale: Any = _Scale.apply
+        result: Tensor = scale(self.linear(x), self.scale, self.counts)
         return result
 
 
@@ -326,7 +327,7 @@ class Trees(nn.Module):
 def trees(stages: int) -> list[nn.Module]:
     """Stages that exchange trees; the last returns a tensor."""
     modules = each(Trees)(stages)
-    modules[-1].ends = True  # type: ignore[assignment]
+    modules[-1].ends = True  # type: ignore[assignment]  # a plain attribute
     return modules
 
 

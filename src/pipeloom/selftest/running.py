@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 # Optimizers and compiled modules load this, which takes as long as torch itself: once here, before ranks are forked.
-import torch._dynamo  # noqa: F401
+import torch._dynamo  # noqa: F401 - for what it loads
 import torch.distributed as dist
 
 from pipeloom.errors import (

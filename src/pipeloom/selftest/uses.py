@@ -60,7 +60,7 @@ def compiled(bench: Bench) -> None:
 
 
 def _compile(module: nn.Module) -> nn.Module:
-    found: nn.Module = torch.compile(module, backend="aot_eager", dynamic=True)  # type: ignore[assignment]
+    found: nn.Module = torch.compile(module, backend="aot_eager", dynamic=True)  # type: ignore[assignment]  # it is one
     return found
 
 
@@ -198,7 +198,7 @@ def failed_step(bench: Bench) -> None:
 def _fail(pair: Pair, broken: int) -> None:
     x, y = pair.batch(1)
     if broken in pair.own:
-        pair.own[broken].breaks = True  # type: ignore[assignment]
+        pair.own[broken].breaks = True  # type: ignore[assignment]  # a plain attribute
     try:
         pair.pipe.step(*pair.inputs(x), target=pair.target(y))
         pair.pipe.loss()  # waits for all, so that everybody hears of it in this step
@@ -210,6 +210,6 @@ def _fail(pair: Pair, broken: int) -> None:
     else:
         raise Unequal(f"stage {broken} failed, and this rank heard nothing of it")
     if broken in pair.own:
-        pair.own[broken].breaks = False  # type: ignore[assignment]
+        pair.own[broken].breaks = False  # type: ignore[assignment]  # a plain attribute
     if any(parameter.grad is not None for parameter in pair.parameters(list(pair.own.values()))):
         raise Unequal("gradients of a failed step remain")

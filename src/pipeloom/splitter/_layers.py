@@ -66,7 +66,7 @@ def _declared(model: nn.Module) -> list[Layer]:
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     names |= {id(module): name for name, module in model.named_modules() if name}
     layers, reasons = [], []
-    for number, entry in enumerate(model.pipeline_layers()):  # type: ignore[operator]
+    for number, entry in enumerate(model.pipeline_layers()):  # type: ignore[operator]  # a method of the model's
         method, *uses = entry if isinstance(entry, tuple) else (None, entry)
         members = tuple(names[id(used)] for used in uses if id(used) in names)
         code = method is not None and getattr(method, "__self__", None) is model
@@ -131,7 +131,7 @@ class _Opaque:
     def __bool__(self) -> bool:
         raise TypeError("it depends on the value that is passed from layer to layer")
 
-    __eq__ = __ne__ = __hash__ = None  # type: ignore[assignment]
+    __eq__ = __ne__ = __hash__ = None  # type: ignore[assignment]  # so that they raise
 
 
 def _mode() -> tuple[bool, ...]:

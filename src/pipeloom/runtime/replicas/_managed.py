@@ -70,7 +70,7 @@ class Managed:
         """Wait until the weights are there."""
         handles, self._handles = self._handles, []
         for handle in handles:
-            handle.wait()  # type: ignore[attr-defined]
+            handle.wait()  # type: ignore[attr-defined]  # async_op gives one
 
     def drop(self) -> None:
         """RESHARD: let go of the gathered weights."""

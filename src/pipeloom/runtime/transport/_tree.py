@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -95,7 +95,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _write(value: object, parts: list[bytes], tensors: list[torch.Tensor], place: list[object]) -> None:
+def _write(value: Any, parts: list[bytes], tensors: list[torch.Tensor], place: list[object]) -> None:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         tensor = _dense(value, place)
@@ -107,20 +107,20 @@ def _write(value: object, parts: list[bytes], tensors: list[torch.Tensor], place
     elif kind is bool:
         parts.append(b"T" if value else b"F")
     elif kind is int:
-        parts.append(_run(b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)))  # type: ignore[attr-defined]
+        parts.append(_run(b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)))
     elif kind is float:
         parts.append(_FLOAT.pack(b"f", value))
     elif kind is complex:
-        parts.append(_COMPLEX.pack(b"c", value.real, value.imag))  # type: ignore[attr-defined]
+        parts.append(_COMPLEX.pack(b"c", value.real, value.imag))
     elif kind is str:
-        parts.append(_run(b"s", value.encode("utf-8", "surrogatepass")))  # type: ignore[attr-defined]
+        parts.append(_run(b"s", value.encode("utf-8", "surrogatepass")))
     elif kind is bytes:
-        parts.append(_run(b"b", value))  # type: ignore[arg-type]
+        parts.append(_run(b"b", value))
     elif kind is list or kind is tuple or kind is dict:
         if len(place) == DEEPEST:
             raise MessageError(f"a message is nested deeper than {DEEPEST} at {_at(place)}; flatten it")
-        parts.append(_COUNT.pack(kind.__name__[0].encode(), len(value)))  # type: ignore[arg-type]
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
+        parts.append(_COUNT.pack(kind.__name__[0].encode(), len(value)))
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in pairs:
             if kind is dict:
                 if type(key) is not str and type(key) is not int:
