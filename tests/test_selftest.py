@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeloom.runtime.batch import Batch
 from pipeloom.runtime.executor import Edge, Run
 from pipeloom.runtime.tape import Tape
 from pipeloom.schedules import make
@@ -65,7 +66,7 @@ def test_names_are_unique() -> None:
 
 
 def test_a_pipeline_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "_weighted", lambda _, loss, __: loss)  # every microbatch counts as if it were alone
+    monkeypatch.setattr(Batch, "share", lambda _, __: 1.0)  # every microbatch counts as if it were alone
     (outcome,) = run(SCHEDULE, [BY_NAME["plain"]])
     assert outcome.kind == "failed"
     assert "differs from one process" in outcome.reason

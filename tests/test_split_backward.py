@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from pipeloom.runtime import tape as tapes
 from pipeloom.runtime.tape import Tape
 
 SIZE = 4
@@ -148,9 +150,15 @@ LINES = st.builds(Line, st.sampled_from(sorted(OPERATIONS)), *[st.integers(0, 7)
 
 
 @settings(max_examples=int(os.environ.get("PIPELOOM_GRAPHS", "1000")), deadline=None)
-@given(st.lists(LINES, min_size=1, max_size=12), st.lists(st.booleans(), min_size=1, max_size=3), st.integers(1, 2))
-def test_any_graph_equals_plain_autograd(lines: list[Line], frozen: list[bool], outputs: int) -> None:
+@given(
+    st.lists(LINES, min_size=1, max_size=12),
+    st.lists(st.booleans(), min_size=1, max_size=3),
+    st.integers(1, 2),
+    st.sampled_from([-1, 1 << 20]),
+)
+def test_any_graph_equals_plain_autograd(lines: list[Line], frozen: list[bool], outputs: int, small: int) -> None:
     plain = _ran("plain", lines, frozen, outputs)
-    for how in ("B", "IW"):
-        found = _ran(how, lines, frozen, outputs)
-        assert _same(plain, found), (how, plain, found)
+    with mock.patch.object(tapes, "SMALL", small):
+        for how in ("B", "IW"):
+            found = _ran(how, lines, frozen, outputs)
+            assert _same(plain, found), (how, plain, found)

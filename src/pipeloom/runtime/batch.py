@@ -92,6 +92,9 @@ class Batch:
     keywords: Sequence[Mapping[str, Any]] = ()
     size: int | None = None
     """How many samples the whole batch has, where this rank knows."""
+    input_sizes: Sequence[int] = ()
+    target_sizes: Sequence[int] = ()
+    """How many samples each microbatch has; nothing where that cannot be seen."""
     ask: Ask | None = None
     _weights: list[Any] | None = field(default=None)
 
@@ -114,10 +117,11 @@ class Batch:
         elif given.target is not None:
             batch.targets = split(given.target, microbatches, "target")
             batch.size = batch_size(given.target) if batch.size is None else batch.size
+        batch.input_sizes, batch.target_sizes = _sizes(batch.arguments), _sizes(batch.targets)
         if ends.last and batch.targets:
-            batch._weights = weights(weight, microbatches, _sizes(batch.targets), batch.targets, replicas)
+            batch._weights = weights(weight, microbatches, batch.target_sizes, batch.targets, replicas)
         if ends.first and ends.last:
-            inputs, targets = _proportions(batch.arguments), _proportions(batch.targets)
+            inputs, targets = _proportions(batch.input_sizes), _proportions(batch.target_sizes)
             if None not in (inputs, targets) and inputs != targets:
                 raise BatchError(
                     f"samples is {inputs} in the inputs and {targets} in the targets, microbatch by microbatch; "
@@ -138,14 +142,14 @@ class Batch:
     @property
     def equal(self) -> dict[str, str | bool | None]:
         """What all ends must agree about: in which proportions the batch is cut, and whether there are targets."""
-        counted = self.arguments if self.ends.first else self.targets
+        counted = self.input_sizes if self.ends.first else self.target_sizes
         return {"samples": _proportions(counted), "targets": bool(self.targets) if self.ends.last else None}
 
     @property
     def own(self) -> dict[str, str]:
         """What other ranks may ask this one for."""
         return {
-            "sizes": " ".join(map(str, _sizes(self.arguments) or ())),
+            "sizes": " ".join(map(str, self.input_sizes)),
             "weights": " ".join(str(float(each)) for each in self._weights or ()),
         }
 
@@ -161,13 +165,13 @@ class Batch:
             if known:
                 return list(map(float, known))
         if self.weight in ("equal", "sum"):
-            return weights(self.weight, self.microbatches, None, (), self.replicas)
+            return weights(self.weight, self.microbatches, (), (), self.replicas)
         if callable(self.weight):
             raise BatchError("weight is a function of the target, and this step has no targets")
-        sizes = _sizes(self.arguments)
+        sizes = self.input_sizes
         if not self.ends.first and self.ask:
             sizes = list(map(int, self.ask(self.ends.first_ranks[0], "sizes").split()))
-        return weights("samples", self.microbatches, sizes or None, (), self.replicas)
+        return weights("samples", self.microbatches, sizes, (), self.replicas)
 
 
 def _held(which: str, ranks: Sequence[int]) -> str:
@@ -177,13 +181,13 @@ def _held(which: str, ranks: Sequence[int]) -> str:
     return f"the ranks of the {which} stages, {' and '.join(map(str, ranks))}"
 
 
-def _sizes(entries: Sequence[Any]) -> list[int] | None:
-    """How many samples each microbatch has; None where that cannot be seen."""
+def _sizes(entries: Sequence[Any]) -> list[int]:
+    """How many samples each microbatch has; nothing where that cannot be seen."""
     sizes = [batch_size(entry) for entry in entries]
-    return [size or 1 for size in sizes] if any(sizes) else None
+    return [size or 1 for size in sizes] if any(sizes) else []
 
 
-def _proportions(entries: Sequence[Any]) -> str | None:
+def _proportions(sizes: Sequence[int]) -> str | None:
     """How the samples are spread over the microbatches, in least numbers."""
-    sizes = _sizes(entries)
-    return ":".join(str(size // math.gcd(*sizes)) for size in sizes) if sizes else None
+    unit = math.gcd(*sizes)
+    return ":".join(str(size // unit) for size in sizes) if sizes else None

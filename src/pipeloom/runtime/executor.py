@@ -232,12 +232,17 @@ class Run:
     def add_loss(self, value: Tensor) -> None:
         """Let the backward of the running forward begin at `value` too."""
         if self.train and value.requires_grad:
-            assert self.microbatch is not None
-            self._added.append(self._weighted(value, self.microbatch))
+            self._added.append(value)
 
-    def _weighted(self, loss: Tensor, microbatch: int) -> Tensor:
-        weighted: Tensor = loss * self.batch.share(microbatch)
-        return weighted if self._scaler is None else self._scaler.scale(weighted)
+    def loss(self) -> Tensor:
+        """The loss of the whole batch, where this rank has it; zero elsewhere."""
+        if not self.losses:
+            return torch.zeros(())
+        return torch.stack([self.losses[index] * self.batch.share(index) for index in sorted(self.losses)]).sum()
+
+    def _lose(self, tape: Tape, loss: Tensor, microbatch: int) -> None:
+        scaled: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
+        tape.lose(scaled, self.batch.share(microbatch))
 
     def end_forward(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None:
         """Take the stage's output: on to the next stages or, at the end of the chain, into the loss."""
@@ -258,7 +263,7 @@ class Run:
                     tape.leave(tensor)
         if self.train:
             for loss in self._added:
-                tape.lose(loss)
+                self._lose(tape, loss, microbatch)
             self._added = []
             self._tapes[stage, microbatch] = tape
 
@@ -295,7 +300,7 @@ class Run:
                 raise TypeError("loss_fn returned a loss that no gradient flows from; leave out detach() and no_grad")
             self.losses[microbatch] = loss.detach()
             if self.train and loss.requires_grad:
-                tape.lose(self._weighted(loss, microbatch))
+                self._lose(tape, loss, microbatch)
         if self._keep:
             self.outputs[microbatch] = map_tensors(Tensor.detach, output, f"the output of stage {stage}")
 
@@ -305,10 +310,10 @@ class Run:
             self._randomness.backward(self._step, microbatch)
         tape = self._tapes[stage, microbatch]
         if self._wiring.last(stage):
-            return list(tape.ones)
+            return list(tape.shares)
         chain, *skips = [self._take((target, stage, microbatch)) for target in self._wiring.targets(stage)]
         # Added up as the engine would: it runs the latest stage first, and the chain last.
-        return [*_add_up(reversed(skips)), *chain, *tape.ones]
+        return [*_add_up(reversed(skips)), *chain, *tape.shares]
 
     def end_backward(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         """Hand the gradients of the stage's inputs to the stages they came from."""

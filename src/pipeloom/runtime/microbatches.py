@@ -20,8 +20,9 @@ Handling = Literal["split", "replicate"]
 
 def batch_size(value: Any) -> int | None:
     """The first dimension of the first tensor of a tree that has one."""
-    if type(value) is Tensor and value.dim():
-        return value.shape[0]
+    first = value[0] if type(value) is tuple and value else value
+    if type(first) is Tensor and first.dim():
+        return first.shape[0]
     return next((tensor.shape[0] for tensor in tensors(value) if tensor.dim() > 0), None)
 
 
@@ -108,14 +109,14 @@ class Across(Protocol):
 def weights(
     weight: Weight,
     microbatches: int,
-    sizes: Sequence[int] | None,
+    sizes: Sequence[int],
     targets: Sequence[Any],
     replicas: Across | None = None,
 ) -> list[Any]:
     """What each microbatch's loss is multiplied with before its backward.
 
     * "samples": n_b / sum(n), so a loss that is a mean over samples adds up to the mean over the whole batch, also
-      where microbatches are uneven; `sizes` holds the n_b, and None stands for even ones
+      where microbatches are uneven; `sizes` holds the n_b, and none stand for even ones
     * "equal": 1 / microbatches
     * "sum": 1, for a loss that is a sum
     * a function c of a microbatch's target that counts, say, its valid tokens: c_b / sum(c)
@@ -132,7 +133,7 @@ def weights(
         if not everything > 0:
             raise BatchError(f"weight: the counts of the microbatches are {counts}; their sum must be positive")
         return [each * count / everything for each in counts]
-    if weight == "samples" and sizes is not None:
+    if weight == "samples" and sizes:
         everything = total(sum(sizes))
         return [size * count / everything for size in sizes]
     return [1.0 / microbatches] * microbatches

@@ -108,7 +108,6 @@ class Pipeline:
         self._run: Run | None = None
         self._failed = False
         self._times: Times | None = None
-        self._loss: Tensor | None = None
         self._leftovers = Leftovers(self._modules.values(), self._replicas)
 
     @property
@@ -354,9 +353,9 @@ class Pipeline:
         if self._run is None and not self._failed:
             raise PipelineError("there is no loss before the first step")
         source = self._ends.last_ranks[0]
-        value = self._loss if self._loss is not None else torch.zeros(())
-        value = value.to(device=self._device, dtype=torch.float32)
         self._gather()
+        assert self._run is not None
+        value = self._run.loss().to(device=self._device, dtype=torch.float32)
         if self.rank == source:
             self._replicas.mean_(value)
         if self._group:
@@ -445,7 +444,6 @@ class Pipeline:
         run = self._run = Run(
             program.work, self._team.transport, batch, self.steps, train=train, keep=keep, reduce=reduce, scaler=scaler
         )
-        self._loss = None
         self._replicas.begin()
         try:
             times = self._times = Times(program.actions, self._device)
@@ -458,8 +456,6 @@ class Pipeline:
         order = range(program.work.schedule.microbatches)
         if losses is not None:
             losses[:] = [run.losses[index] for index in order if index in run.losses]
-        if run.losses:
-            self._loss = torch.stack([run.losses[index] * batch.share(index) for index in order]).sum()
         return merge([run.outputs[index] for index in order]) if run.outputs else None
 
 

@@ -22,13 +22,23 @@ def without_autocast() -> AbstractContextManager[object]:
     return stack
 
 
-class _Enter(torch.autograd.Function):
-    """Makes a leaf an inner tensor of the graph, so that a stage may change its input in place as a whole model may."""
+SMALL = 64 << 10
+"""Up to so many bytes a copy costs less than a node in Python."""
 
+
+def _entered(leaf: Tensor) -> Tensor:
+    """`leaf` as an inner tensor of the graph, so that a stage may change its input in place as a whole model may."""
+    if 0 in leaf.stride() and leaf.numel() > 1:  # an expanded tensor: changes to views of it have no backward
+        return leaf.clone(memory_format=torch.contiguous_format)
+    if leaf.nbytes <= SMALL:
+        return leaf.clone()
+    inner: Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return inner
+
+
+class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004 - autograd passes it
-        if 0 in leaf.stride() and leaf.numel() > 1:  # an expanded tensor: changes to views of it have no backward
-            return leaf.clone(memory_format=torch.contiguous_format)
         return leaf.detach()
 
     @staticmethod
@@ -42,7 +52,7 @@ class Tape:
     The whole backward (B) is `whole`; the split one is `inputs` (I), then `weights` (W).
     """
 
-    __slots__ = ("_entries", "_notes", "_split", "leaves", "ones", "roots", "taken", "watched")
+    __slots__ = ("_entries", "_notes", "_split", "leaves", "roots", "shares", "taken", "watched")
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
@@ -50,10 +60,10 @@ class Tape:
         self.taken: list[int] = []
         """How many of `leaves` there were after each stage that feeds this one."""
         self.roots: list[GradientEdge] = []
-        """Where the backward starts: the outputs that want a gradient, then the weighted losses. These are edges of the
-        graph, so that an output is not kept for its backward alone."""
-        self.ones: list[Tensor] = []
-        """The gradients of the losses among `roots`, the last ones."""
+        """Where the backward starts: the outputs that want a gradient, then the losses. These are edges of the graph,
+        so that an output is not kept for its backward alone."""
+        self.shares: list[Tensor] = []
+        """The gradients of the losses among `roots`, the last ones: what each counts in the loss of the whole batch."""
         self.watched: list[tuple[Tensor, int]] = []
         """Inputs that the forward must not change in place, and their versions before it."""
         self._entries: list[Node] = []
@@ -72,7 +82,7 @@ class Tape:
         if not tensor.requires_grad:
             return tensor
         self.leaves.append(tensor)
-        inner: Tensor = _Enter.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        inner = _entered(tensor)
         assert inner.grad_fn is not None
         self._entries.append(inner.grad_fn)
         return inner
@@ -82,10 +92,10 @@ class Tape:
         if output.requires_grad:
             self.roots.append(get_gradient_edge(output))
 
-    def lose(self, loss: Tensor) -> None:
-        """Let the backward start at `loss`, after all outputs."""
+    def lose(self, loss: Tensor, share: float) -> None:
+        """Let the backward start at `loss` times `share`, after all outputs."""
         self.roots.append(get_gradient_edge(loss))
-        self.ones.append(torch.ones_like(loss))
+        self.shares.append(torch.full_like(loss, share))
 
     def whole(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Run B: gradients reach the parameters and come back for the inputs, None for an input that got none.
@@ -127,4 +137,4 @@ class Tape:
         return [(root, each) for root, each in zip(self.roots, gradients, strict=True) if each is not None]
 
     def _forget(self) -> None:
-        self.leaves, self._entries, self.roots, self.ones = [], [], [], []
+        self.leaves, self._entries, self.roots, self.shares = [], [], [], []
