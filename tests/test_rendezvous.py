@@ -21,7 +21,8 @@ import torch.distributed as dist
 from pipeloom.errors import PeerFailed
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.transport import _rendezvous, connect
-from pipeloom.runtime.transport._rendezvous import _accept, _prove, meet
+from pipeloom.runtime.transport._handshake import accept, prove
+from pipeloom.runtime.transport._rendezvous import meet
 from processes import run_ranks
 
 SECRET = b"the secret of the store"
@@ -34,19 +35,19 @@ def meet_a(connecting: Callable[[socket.socket], None]) -> tuple[int, socket.soc
         thread = threading.Thread(target=connecting, args=[other])
         thread.start()
         try:
-            return _accept(listener, SECRET, 0, 3)
+            return accept(listener, SECRET, 0, 3)
         finally:
             thread.join()
 
 
 def refused(other: socket.socket, secret: bytes) -> None:
     with pytest.raises(OSError, match=r"does not know the secret"):
-        _prove(other, secret, 2, 0)
+        prove(other, secret, 2, 0)
     other.close()
 
 
 def test_who_knows_the_secret_gets_in() -> None:
-    met = meet_a(lambda other: _prove(other, SECRET, 2, 0))
+    met = meet_a(lambda other: prove(other, SECRET, 2, 0))
     assert met is not None
     met[1].close()
     assert met[0] == 2
@@ -58,8 +59,8 @@ def test_who_knows_the_secret_gets_in() -> None:
         lambda other: refused(other, b"a guess"),
         lambda other: other.close(),
         lambda other: other.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(32)),
-        lambda other: _prove(other, SECRET, 0, 0),
-        lambda other: _prove(other, SECRET, 7, 0),
+        lambda other: prove(other, SECRET, 0, 0),
+        lambda other: prove(other, SECRET, 7, 0),
     ],
     ids=["another secret", "nothing", "another protocol", "this very rank", "no rank of the group"],
 )
@@ -116,6 +117,39 @@ def test_a_rank_that_ends_while_connecting_is_named(
         assert time.monotonic() - start < 20
 
     run_ranks(3, body, tmp_path, statuses={dead: -signal.SIGKILL})
+
+
+@pytest.mark.parametrize(
+    ("dead", "named"),
+    [([0], "rank 0"), ([1], "rank 1"), ([3], "rank 3"), ([1, 3], "rank 1.*one of ranks 1, 3")],
+)
+def test_a_rank_that_ends_before_it_comes_is_named(dead: list[int], named: str, tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        store = group.get_group_store()
+        store.set(f"initialised {group.rank()}", "")
+        if group.rank() in dead:
+            store.wait([f"initialised {rank}" for rank in range(4)])
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(PeerFailed, match=f"{named}.* ended before it had connected"):
+            meet(group, "test", seconds=40)
+        assert time.monotonic() - start < 20
+
+    run_ranks(4, body, tmp_path, statuses=dict.fromkeys(dead, -signal.SIGKILL))
+
+
+def test_a_failure_that_is_known_ends_the_wait(tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        control = Control(group)
+        if group.rank() == 1:
+            control.fail_for_good(ValueError("of rank 1"))
+        else:
+            with pytest.raises(PeerFailed, match="of rank 1"):
+                meet(group, "test", watch=control)
+        dist.barrier()
+        control.close()
+
+    run_ranks(3, body, tmp_path)
 
 
 def test_a_rank_that_never_comes_is_named_after_the_deadline(tmp_path: Path) -> None:
