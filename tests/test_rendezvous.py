@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pipeloom.errors import PeerFailed
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.transport import _rendezvous, connect
-from pipeloom.runtime.transport._handshake import accept, prove
+from pipeloom.runtime.transport._handshake import Card, accept, prove
 from pipeloom.runtime.transport._rendezvous import meet
 from processes import run_ranks
 
@@ -103,7 +103,7 @@ def test_a_rank_that_ends_while_connecting_is_named(
     exchange = _rendezvous._exchange
 
     def body(group: dist.ProcessGroup) -> None:
-        def then_end(store: Any, asked: str, *rest: Any) -> list[_rendezvous.Card]:
+        def then_end(store: Any, asked: str, *rest: Any) -> list[Card]:
             found = exchange(store, asked, *rest)
             if asked == key and group.rank() == dead:
                 os.kill(os.getpid(), signal.SIGKILL)
