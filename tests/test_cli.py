@@ -113,7 +113,7 @@ def test_show_of_lowered_rows_says_what_it_hides(pipeloom: Run) -> None:
     lowered = pipeloom("lower", "1F1B", "--ranks", "2", "--microbatches", "2").stdout
     shown = pipeloom("show", "-", stdin=lowered)
     assert "makespan 9," in shown.stdout
-    assert "8 actions that send, receive, shard or reduce take no time here and are not shown" in shown.stdout
+    assert "not shown, since free here: 8 actions of sending, receiving, sharding or reducing\n" in shown.stdout
 
 
 def test_check_a_good_schedule(pipeloom: Run, good: str) -> None:
@@ -167,6 +167,7 @@ def test_lower_prints_what_check_accepts(pipeloom: Run, tmp_path: Path) -> None:
     written = pipeloom(*args, "--output", str(path))
     assert (written.returncode, written.stdout, written.stderr) == (0, "", "")
     assert path.read_text() == plain.stdout
+    assert pipeloom(*args, "--output", "-") == plain
     rows = json.loads(pipeloom(*args, "--json").stdout)["rows"]
     assert "".join(",".join(row) + "\n" for row in rows) == plain.stdout
     sharded = pipeloom(*args, "--shard", "--reduce").stdout
@@ -305,8 +306,11 @@ def test_an_unreadable_answer_is_no_traceback() -> None:
     command = f"{sys.executable} -m pipeloom show GPipe --ranks 16 --microbatches 400"
     closed = subprocess.run(["bash", "-c", f"{command} | head -n 1"], capture_output=True, text=True, timeout=120)
     assert (closed.stdout, closed.stderr) == ("GPipe: 16 ranks, 16 stages, 400 microbatches\n", "")
-    full = subprocess.run(["bash", "-c", f"{command} >/dev/full"], capture_output=True, text=True, timeout=120)
-    assert (full.returncode, full.stderr) == (2, "pipeloom: the answer cannot be written: No space left on device\n")
+    for args in ("show GPipe --ranks 16 --microbatches 400", "--help", "-h", "--version", "show --help", "list"):
+        command = f"{sys.executable} -m pipeloom {args} >/dev/full"
+        full = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+        assert full.returncode == 2
+        assert full.stderr == "pipeloom: the answer cannot be written: No space left on device\n"
 
 
 def test_closed_streams_are_no_traceback() -> None:

@@ -163,6 +163,53 @@ def test_what_is_wrong_is_said(pipeloom: Run, tmp_path: Path, command: str) -> N
     assert "ranks" in err
 
 
+@pytest.mark.parametrize("command", ["simulate", "draw", "compare", "explain", "split"])
+def test_files_that_cannot_be_read_are_bad_usage(pipeloom: Run, tmp_path: Path, command: str) -> None:
+    missing = str(tmp_path / "missing.json")
+    for costs in (missing, '{"F": 2}', str(tmp_path)):
+        status, out, err = pipeloom(command, "1F1B", *SIZES, "--costs", costs)
+        assert (status, out) == (2, "")
+        assert err.startswith(f"pipeloom: --costs '{costs}' ")
+        assert err.endswith("; name a file\n")
+    if command != "split":
+        status, out, err = pipeloom(command, missing)
+        assert (status, out) == (2, "")
+        assert f"'{missing}' cannot be read: No such file" in err
+
+
+@pytest.mark.parametrize("command", ["simulate", "draw", "compare", "explain"])
+def test_costs_that_do_not_fit_are_said_with_their_file(pipeloom: Run, tmp_path: Path, command: str) -> None:
+    path = tmp_path / "costs.json"
+    for text, expected in (
+        ('{"F": [1, 2, 3], "W": [1]}', ("F: expected 2 numbers", "W: expected 2 numbers")),
+        ('{"activation_at_I": 2, "Q": 1, "F": -1}', ("activation_at_I: I releases 2.0", "'Q' is not a cost", "F: ")),
+        ('{"F": 1e308}', ("the times of this schedule add up to more",)),
+    ):
+        path.write_text(text)
+        status, out, err = pipeloom(command, "1F1B", *SIZES, "--costs", str(path))
+        assert (status, out) == (1, "")
+        assert err.startswith(f"pipeloom: {path}: {len(expected)} problem")
+        assert all(f"{path}: {words}" in err for words in expected)
+
+
+def test_only_lower_writes_a_file_called_minus_to_the_standard_output(
+    pipeloom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "layers.json").write_text('{"layers": [{"name": "a", "F": 1}, {"name": "b", "F": 1}]}')
+    for command in (
+        ("simulate", "1F1B", *SIZES),
+        ("draw", "1F1B", *SIZES),
+        ("compare", "1F1B", *SIZES),
+        ("split", "1F1B", *SIZES, "--costs", "layers.json"),
+        ("profile", "1F1B", *SIZES),
+    ):
+        status, out, err = pipeloom(*command, "-o", "-")
+        assert (status, out) == (2, "")
+        assert "'-'" in err or "--output -:" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["layers.json"]
+
+
 def test_pictures_that_cannot_be_written(pipeloom: Run, tmp_path: Path) -> None:
     status, _, err = pipeloom("draw", "1F1B", *SIZES, "-o", str(tmp_path / "picture.gif"))
     assert (status, "must end in one of" in err) == (2, True)

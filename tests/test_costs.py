@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,8 +77,14 @@ def test_the_number_of_stages_must_fit() -> None:
 
 
 def test_i_releases_no_more_than_f_holds() -> None:
-    with pytest.raises(CostsError, match=r"I of stage 1 releases 2\.0, more than the 1\.0 that F holds"):
-        pl.Costs(activation=[2, 1], activation_at_I=2).table(pl.Wiring(2))
+    assert problems(activation=[2, 1], activation_at_I=2) == [
+        "activation_at_I: I of stage 1 releases 2.0, more than the 1.0 that F holds"
+    ]
+    assert problems(activation_at_I=2) == ["activation_at_I: I releases 2.0, more than the 1.0 that F holds"]
+    assert problems(activation=[2, 1], activation_at_I=[1, 1, 1, 2]) == [
+        "activation_at_I: I of stage 3 releases 2.0, more than the 1.0 that F holds"
+    ]
+    assert problems(activation=-1, activation_at_I=2) == ["activation: expected a number, 0 or more, got -1"]
 
 
 def test_every_mistake_is_said() -> None:
@@ -89,6 +97,17 @@ def test_every_mistake_is_said() -> None:
         "overlap: expected a share from 0 to 1, got 1.5",
         "activation: the list is empty",
     ]
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(pl.Costs)])
+@pytest.mark.parametrize("value", [-1, 0, 1e999, float("nan"), "x", True, [1, "x"], {"x": 1}, numpy.ones(2), object()])
+def test_no_hint_allows_what_is_refused(name: str, value: Any) -> None:
+    try:
+        pl.Costs(**{name: value})
+    except CostsError as error:
+        for problem in error.problems:
+            assert not (type(value) is int and value == 0 and "0 or more" in problem.hint)
+            assert (problem.hint == "arrays have .tolist()") == (type(value) in (numpy.ndarray, object))
 
 
 def test_too_large_is_no_number() -> None:

@@ -129,7 +129,7 @@ def test_measured_timelines_are_of_the_same_type() -> None:
 
 
 def test_the_number_of_times_must_fit() -> None:
-    with pytest.raises(ValueError, match="2 actions in a row, but 1 times"):
+    with pytest.raises(ValueError, match="2 actions in a row, but 1 time"):
         _ = pl.Timeline(PAIR, [[0], [0, 1]], [[1], [1, 2]]).actions
 
 

@@ -72,6 +72,7 @@ def test_trains_and_evaluates_alike_on_one_rank_and_on_two(text: Path, tmp_path:
     one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
     assert [line["event"] for line in two] == ["start", "step", "step", "eval", "step", "step", "eval", "end"]
     assert (two[0]["ranks"], two[0]["microbatches"], two[0]["batch_size"]) == (2, 2, 4)
+    assert (two[0]["data"], two[0]["trace"], two[0]["checkpoint"]) == (str(text), None, None)
     assert two[0]["model"] == {"layers": 3, "d_model": 8, "heads": 2, "context": 6}
     for alone, together in zip(one, two, strict=True):
         if "loss" in alone:
@@ -202,6 +203,7 @@ def test_the_largest_seed_trains(text: Path) -> None:
     options = ("--schedule", "1F1B", "--ranks", "2", "--steps", "1", "--eval-every", "0")
     ended = run(*options, "--data", text, "--seed", str(2**32 - 1))
     assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("trained 1 step in ")
 
 
 @pytest.mark.parametrize("options", [[], ["--json", "-"]])

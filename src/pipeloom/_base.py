@@ -18,6 +18,11 @@ class ActionError(PipeloomError, ValueError):
         self.text, self.message, self.hint, self.at, self.length = text, message, hint, at, length
 
 
+def counted(count: int, word: str) -> str:
+    """How many there are of what `word` names, in words."""
+    return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith("ch") else "s")
+
+
 def shown(text: str, most: int = 72) -> str:
     """`text` as a message shows it: on one line, what cannot be printed escaped, and not longer than `most`."""
     cut = text if len(text) <= most else text[:most] + "..."

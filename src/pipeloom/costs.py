@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import cast
 
 from pipeloom._json import read_json
-from pipeloom.errors import CostsError, shown
+from pipeloom.errors import CostsError, counted, shown
 from pipeloom.problem import Problem
 from pipeloom.wiring import Wiring
 
@@ -85,11 +85,9 @@ class Costs:
     """Memory that is added to a stage from UNSHARD to RESHARD."""
 
     def __post_init__(self) -> None:
-        problems = []
-        for each in fields(self):
-            value, found = _clean(each.name, getattr(self, each.name))
-            problems += found
-            object.__setattr__(self, each.name, value)
+        clean, problems = _cleaned({each.name: getattr(self, each.name) for each in fields(self)})
+        for name, value in clean.items():
+            object.__setattr__(self, name, value)
         if problems:
             raise CostsError("costs", problems)
 
@@ -120,21 +118,10 @@ class Costs:
         Raises:
             CostsError: with every mistake.
         """
-        known = {each.name for each in fields(cls)}
-        problems = []
-        clean: dict[str, object] = {}
-        for key, value in values.items():
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1) if len(key) < 50 else []
-                hint = f"did you mean {close[0]}?" if close else f"the names are {', '.join(sorted(known))}"
-                message = f"'{shown(key)}' is not a cost"
-                problems.append(Problem(code="unknown-cost", where=name, message=message, hint=hint))
-                continue
-            clean[key], found = _clean(key, value, f"{name}: ")
-            problems += found
+        clean, problems = _cleaned(values, name)
         if problems:
             raise CostsError(name, problems)
-        return cls(**clean)  # type: ignore[arg-type]  # _clean has seen to the types
+        return cls(**clean)  # type: ignore[arg-type]  # _cleaned has seen to the types
 
     def to_dict(self) -> dict[str, object]:
         """The values as plain lists and numbers; what is None or infinite is left out."""
@@ -158,18 +145,13 @@ class Costs:
             value = getattr(self, name)
             if isinstance(value, tuple):
                 if len(value) not in (wiring.stages, wiring.total):
-                    message = f"expected {wiring.stages} numbers, one a stage, got {len(value)}"
+                    message = f"expected {counted(wiring.stages, 'number')}, one a stage, got {len(value)}"
                     hint = "give one number for all stages, or one a stage"
                     problems.append(Problem(code="stage-count", where=name, message=message, hint=hint))
                     value = value[:1]
                 table[name] = list(value) * (wiring.total // len(value))
             elif value is not None:
                 table[name] = [value] * wiring.total
-        for stage, (released, held) in enumerate(zip(table["activation_at_I"], table["activation"], strict=True)):
-            if released > held:
-                message = f"I of stage {stage} releases {released}, more than the {held} that F holds"
-                hint = "activation_at_I is the part of activation that I releases"
-                problems.append(Problem(code="released", where="activation_at_I", message=message, hint=hint))
         if problems:
             raise CostsError("costs", problems)
         table.setdefault("B", [i + w for i, w in zip(table["I"], table["W"], strict=True)])
@@ -185,7 +167,50 @@ PER_STAGE = tuple(each.name for each in fields(Costs) if each.name not in _SINGL
 
 _OPTIONAL = frozenset(each.name for each in fields(Costs) if each.default is None)
 
+_HINTS = {
+    "overlap": "1 is all at once, 0 one after another",
+    "bandwidth": "leave it out where size takes no time",
+    "bandwidth_back": "leave it out where it is that of activations",
+}
+
 _COMBINATION = re.compile(r"\d{1,6}[FBIW](;\d{1,6}[FBIW])+", re.ASCII)
+
+
+def _cleaned(values: Mapping[str, object], source: str = "") -> tuple[dict[str, object], list[Problem]]:
+    """Values by name as they are kept, those that are wrong left out, and everything that is wrong with `values`."""
+    known = {each.name for each in fields(Costs)}
+    place = f"{source}: " if source else ""
+    clean: dict[str, object] = {}
+    problems: list[Problem] = []
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1) if len(name) < 50 else []
+            hint = f"did you mean {close[0]}?" if close else f"the names are {', '.join(sorted(known))}"
+            message = f"'{shown(name)}' is not a cost"
+            problems.append(Problem(code="unknown-cost", where=source, message=message, hint=hint))
+            continue
+        kept, found = _clean(name, value, place)
+        problems += found
+        if not found:
+            clean[name] = kept
+    if not {"activation", "activation_at_I"} & (values.keys() - clean.keys()):
+        problems += _released(clean.get("activation", 1.0), clean.get("activation_at_I", 0.0), place)
+    return clean, problems
+
+
+def _released(held: object, released: object, place: str) -> list[Problem]:
+    """The stages whose I would release more than their F holds."""
+    holds, releases = (each if isinstance(each, tuple) else (each,) for each in (held, released))
+    stages = max(len(holds), len(releases))
+    hint = "activation_at_I is the part of activation that I releases"
+    found = []
+    for stage in range(stages):
+        less, more = holds[stage % len(holds)], releases[stage % len(releases)]
+        if more > less:
+            of = f" of stage {stage}" if stages > 1 else ""
+            message = f"I{of} releases {more}, more than the {less} that F holds"
+            found.append(Problem(code="released", where=f"{place}activation_at_I", message=message, hint=hint))
+    return found
 
 
 def _clean(name: str, value: object, place: str = "") -> tuple[object, list[Problem]]:
@@ -195,7 +220,7 @@ def _clean(name: str, value: object, place: str = "") -> tuple[object, list[Prob
     def number(found: object, where: str) -> float:
         wrong = _wrong(name, found)
         if wrong:
-            hint = "1 is all at once, 0 one after another" if name == "overlap" else "give a number, 0 or more"
+            hint = _HINTS.get(name, "give a number, 0 or more") if _is_plain(found) else "arrays have .tolist()"
             problems.append(Problem(code="not-a-cost", where=place + where, message=wrong, hint=hint))
             return 0.0
         return float(cast(float, found))
@@ -221,10 +246,10 @@ def _wrong(name: str, value: object) -> str:
     """What is wrong with a number; empty where nothing is."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"expected a number{' or a list of them' if name in PER_STAGE else ''}, got {_kind(value)}"
+    if name.startswith("bandwidth"):
+        return "" if value > 0 else f"expected a bandwidth above 0, got {shown(str(value))}"
     if value != value or value < 0:
         return f"expected a number, 0 or more, got {shown(str(value))}"
-    if name.startswith("bandwidth"):
-        return "" if value > 0 else "expected a bandwidth above 0, got 0"
     if value > sys.float_info.max:
         return "expected a finite number, got one too large"
     if name == "overlap" and value > 1:
@@ -232,8 +257,13 @@ def _wrong(name: str, value: object) -> str:
     return ""
 
 
+def _is_plain(value: object) -> bool:
+    """Whether JSON could hold a value of this type."""
+    return isinstance(value, bool | int | float | str | list | tuple | Mapping | None)
+
+
 def _kind(value: object) -> str:
     if isinstance(value, str):
         return f"the text '{shown(value)}'"
-    names = {dict: "an object", list: "a list", bool: "true" if value else "false", type(None): "null"}
+    names = {dict: "an object", list: "a list", bool: str(value).lower(), type(None): "null"}
     return names.get(type(value)) or f"the {type(value).__name__} {shown(repr(value))}"

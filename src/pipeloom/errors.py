@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipeloom._base import PRINTED, ActionError, PipeloomError, shown
+from pipeloom._base import PRINTED, ActionError, PipeloomError, counted, shown
 from pipeloom.problem import ReportError
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "SplitError",
     "TimelineError",
     "UnknownScheduleError",
+    "counted",
     "shown",
 ]
 

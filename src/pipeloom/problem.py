@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
-from pipeloom._base import PRINTED, PipeloomError
+from pipeloom._base import PRINTED, PipeloomError, counted
 from pipeloom.action import Action
 
 
@@ -51,7 +52,13 @@ class ReportError(PipeloomError, ValueError):
         self.name = name
         self.problems = tuple(problems)
         count = len(self.problems)
-        lines = [f"{name}: {count} problem{'s' if count != 1 else ''}", *map(str, self.problems[:PRINTED])]
+        lines = [f"{name}: {counted(count, 'problem')}", *map(str, self.problems[:PRINTED])]
         if count > PRINTED:
             lines.append(f"... and {count - PRINTED} more, all in the error's `problems`")
         super().__init__("\n".join(lines))
+
+    def of(self, name: str) -> Self:
+        """The same of the file called `name`, which each place then begins with."""
+        return type(self)(
+            name, (replace(each, where=f"{name}: {each.where}".removesuffix(": ")) for each in self.problems)
+        )

@@ -13,11 +13,12 @@ from typing import Annotated
 
 import typer
 
-from pipeloom.cli._answer import BAD_USAGE, FAULT, UsageError
+from pipeloom.cli._answer import BAD_USAGE, FAULT, UsageError, answer
 from pipeloom.cli._check import check
 from pipeloom.cli._compare import compare
 from pipeloom.cli._draw import draw
 from pipeloom.cli._explain import explain
+from pipeloom.cli._help import Command, Group
 from pipeloom.cli._list import list_schedules
 from pipeloom.cli._lower import lower
 from pipeloom.cli._parallelism import parallelism
@@ -31,33 +32,26 @@ from pipeloom.cli._train import train
 from pipeloom.errors import DrawingError, PipeloomError, SizeError
 
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("list")(list_schedules)
-app.command()(show)
-app.command()(check)
-app.command()(lower)
-app.command()(simulate)
-app.command()(draw)
-app.command()(compare)
-app.command()(explain)
-app.command()(search)
-app.command()(split)
-app.command()(train)
-app.command()(parallelism)
-app.command()(profile)
-app.command()(selftest)
+app.command("list", cls=Command)(list_schedules)
+for command in (
+    *(show, check, lower, simulate, draw, compare, explain),
+    *(search, split, train, parallelism, profile, selftest),
+):
+    app.command(cls=Command)(command)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
         from pipeloom import __version__
 
-        print(f"pipeloom {__version__}")
+        answer(f"pipeloom {__version__}")
         raise typer.Exit
 
 

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
-from pipeloom.errors import PipeloomError, ScheduleError
+from pipeloom.errors import PipeloomError, ScheduleError, counted
 from pipeloom.problem import Problem
 
 FAULT = 1
@@ -42,6 +43,21 @@ def answer(text: str) -> None:
         raise UsageError(f"the answer cannot be written: {error.strerror}") from None
 
 
+def write_output(path: Path, text: str, mode: Literal["w", "a"] = "w") -> None:
+    """Write `text` to the file that --output names.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if str(path) == "-":
+        raise UsageError("--output -: the standard output has the answer; name a file, or ./- if that is its name")
+    try:
+        with path.open(mode) as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"--output {path} cannot be written: {error.strerror}") from None
+
+
 def answer_json(value: object) -> None:
     """Write `value` as one JSON text to the standard output."""
     answer(json.dumps(value, indent=2))
@@ -62,8 +78,7 @@ def faults(as_json: bool) -> Iterator[None]:
 
 def report(name: str, problems: Sequence[Problem]) -> str:
     """Every problem, under a line that counts them."""
-    count = f"{name}: {len(problems)} problem{'s' if len(problems) != 1 else ''}"
-    return "\n".join([count, *map(str, problems)])
+    return "\n".join([f"{name}: {counted(len(problems), 'problem')}", *map(str, problems)])
 
 
 def problems_as_json(problems: Iterable[Problem]) -> list[dict[str, object]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults
+from pipeloom.cli._answer import AsJson, answer, answer_json, faults, write_output
 from pipeloom.cli._source import (
     Copies,
     Group,
@@ -38,7 +38,7 @@ def lower(
     reduce: Annotated[bool, typer.Option("--reduce", help="Reduce gradients over data-parallel replicas.")] = False,
     ahead: Annotated[int, typer.Option(min=0, help="How many actions before its use a receive is posted.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file, not the standard output.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file; - is the standard output.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,10 +66,7 @@ def lower(
             raise PipeloomError(str(error)) from None
     if as_json:
         answer_json({"name": result.name, "rows": [[str(cell) for cell in row] for row in result.rows]})
-    elif output is None:
+    elif output is None or str(output) == "-":
         answer(result.to_csv().removesuffix("\n"))
     else:
-        try:
-            output.write_text(result.to_csv())
-        except OSError as error:
-            raise UsageError(f"--output {output} cannot be written: {error.strerror}") from None
+        write_output(output, result.to_csv())

@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from pipeloom._pieces import refuse_pieces
-from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults
+from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults, write_output
 from pipeloom.cli._source import Microbatches, Ranks, Source, StagesPerRank, read_schedule
 from pipeloom.costs import Costs
 from pipeloom.drawing import Times, sizes
+from pipeloom.errors import counted
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import simulate
 from pipeloom.timeline import Timeline, measured_costs
@@ -60,9 +61,9 @@ def profile(
         mistakes.append(f"{schedule.name} has no backward actions")
     if output is not None:
         try:
-            output.open("a").close()
-        except OSError as error:
-            mistakes.append(f"--output {output} cannot be written: {error.strerror}")
+            write_output(output, "", "a")
+        except UsageError as error:
+            mistakes.append(str(error))
     if mistakes:
         raise UsageError("\n  ".join(["profile is given what it cannot do:", *mistakes]))
 
@@ -80,7 +81,7 @@ def profile(
 def _report(timelines: Sequence[Timeline], output: Path | None, *, as_json: bool) -> None:
     costs = measured_costs(timelines)
     if output is not None:
-        output.write_text(costs.to_json())
+        write_output(output, costs.to_json())
     times = [timeline.makespan for timeline in timelines]
     simulated = simulate(timelines[0].schedule, costs).makespan
     if as_json:
@@ -89,7 +90,7 @@ def _report(timelines: Sequence[Timeline], output: Path | None, *, as_json: bool
         return
     schedule, write = timelines[0].schedule, Times(timelines)
     answer(
-        f"{schedule.name}: {sizes(schedule)}, {len(times)} steps\n\n{_table(schedule, costs, write)}\n\n"
+        f"{schedule.name}: {sizes(schedule)}, {counted(len(times), 'step')}\n\n{_table(schedule, costs, write)}\n\n"
         f"a step, measured   {write(median(times))} ({write(min(times))} to {write(max(times))})\n"
         f"a step, simulated  {write(simulated)} ({simulated / median(times) - 1:+.1%})"
     )

@@ -21,6 +21,7 @@ from pipeloom.cli._source import (
     read_schedule,
 )
 from pipeloom.drawing import table, title
+from pipeloom.errors import counted
 from pipeloom.simulator import simulate
 
 
@@ -82,4 +83,4 @@ def show(
         answer("'&' joins what runs as one action")
     hidden = sum(cell.kind in COMMUNICATION | SHARDING for cell in cells)
     if hidden:
-        answer(f"{hidden} actions that send, receive, shard or reduce take no time here and are not shown")
+        answer(f"not shown, since free here: {counted(hidden, 'action')} of sending, receiving, sharding or reducing")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults
+from pipeloom.cli._answer import AsJson, answer, answer_json, faults, write_output
 from pipeloom.cli._source import Copies, Group, Memory, Microbatches, Pieces, Ranks, Skips, StagesPerRank
 from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSource, read_timelines
 from pipeloom.drawing import Times, figures, number, title
@@ -48,10 +48,7 @@ def simulate(
             skips=skips,
         )
     if output is not None:
-        try:
-            output.write_text(timeline.to_json())
-        except OSError as error:
-            raise UsageError(f"--output {output} cannot be written: {error.strerror}") from None
+        write_output(output, timeline.to_json())
     if as_json:
         answer_json(figures(timeline))
     else:

@@ -108,15 +108,26 @@ def read_schedule(
 def _read(source: str) -> Schedule:
     if source == "-":
         return Schedule.from_csv(sys.stdin.buffer.read(), name="standard input")
-    try:
-        mode = os.stat(source).st_mode
-    except OSError as error:
-        raise UsageError(f"'{shown(source)}' cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
-        raise UsageError(f"'{shown(source)}' is {'a directory' if stat.S_ISDIR(mode) else 'no file'}, not a schedule")
-    if not os.access(source, os.R_OK):
-        raise UsageError(f"'{shown(source)}' cannot be read: permission denied")
+    refuse_unreadable(source)
     return Schedule.from_csv(Path(source))
+
+
+def refuse_unreadable(path: str | Path, option: str = "") -> None:
+    """Refuse to read what is no file, or one that may not be read; `option` is what named it.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    name = f"{option} '{shown(str(path), 200)}'".lstrip()
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{name} cannot be read: {reason}; name a file") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+        raise UsageError(f"{name} is {'a directory' if stat.S_ISDIR(mode) else 'no file'}; name a file")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{name} cannot be read: permission denied")
 
 
 def _rewired(schedule: Schedule, copies: int, pieces: int, skips: list[str]) -> Schedule:

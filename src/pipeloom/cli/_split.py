@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from pipeloom.balance import balanced
-from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults
-from pipeloom.cli._source import Microbatches, Ranks, StagesPerRank, read_schedule
+from pipeloom.cli._answer import AsJson, UsageError, answer, answer_json, faults, write_output
+from pipeloom.cli._source import Microbatches, Ranks, StagesPerRank, read_schedule, refuse_unreadable
 from pipeloom.drawing import number
 from pipeloom.layers import costs_of, read_layers
 
@@ -53,15 +53,13 @@ def split(
             raise UsageError(f"{schedule.name} is no single chain of stages; give --stages, without --memory")
         stages = schedule.stages
     assert stages is not None
+    refuse_unreadable(costs, "--costs")
     layers = read_layers(costs)
     starts = balanced(layers, stages, schedule, _limit(memory))
     pieces = [layers[start:end] for start, end in pairwise([*starts, len(layers)])]
     priced = costs_of(pieces)
     if output is not None:
-        try:
-            output.write_text(priced.to_json())
-        except OSError as error:
-            raise UsageError(f"--output {output} cannot be written: {error.strerror}") from None
+        write_output(output, priced.to_json())
     cuts = [piece[0].name for piece in pieces[1:]]
     times = [sum(layer.time for layer in piece) for piece in pieces]
     if as_json:

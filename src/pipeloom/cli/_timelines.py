@@ -10,8 +10,9 @@ import typer
 
 from pipeloom import schedules
 from pipeloom.cli._answer import UsageError
-from pipeloom.cli._source import read_schedule
+from pipeloom.cli._source import read_schedule, refuse_unreadable
 from pipeloom.costs import Costs
+from pipeloom.errors import CostsError
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import Receives, simulate
 from pipeloom.timeline import Timeline
@@ -55,13 +56,14 @@ def read_timelines(
     """
     if list(sources).count("-") > 1:
         raise UsageError("- can be given once: there is one standard input")
-    priced = None if costs is None else Costs.from_json(costs)
+    priced = None if costs is None else read_costs(costs)
     schedules_given = [source for source in sources if not _is_timeline(source)]
     names = {source for source in schedules_given if _is_name(source)}
     mixed = 0 < len(names) < len({*schedules_given})
     found = []
     for source in sources:
         if _is_timeline(source):
+            refuse_unreadable(source)
             found.append(Timeline.from_json(Path(source)))
             continue
         sized, wired = not mixed or source in names, not mixed or source not in names
@@ -77,10 +79,24 @@ def read_timelines(
             skips=skips if wired else None,
         )
         assumed = priced or (of_one_model(schedule) if len(sources) > 1 else None)
-        found.append(simulate(schedule.checked(), assumed, receives=receives))
+        try:
+            found.append(simulate(schedule.checked(), assumed, receives=receives))
+        except CostsError as error:
+            raise error.of(str(costs)) if priced else error from None
     if schedules_given and priced is None and any(timeline.measured for timeline in found):
         raise UsageError("what was measured is in seconds: give --costs, in seconds too, for the schedules beside it")
     return found
+
+
+def read_costs(path: Path) -> Costs:
+    """The costs in the file that --costs names.
+
+    Raises:
+        CostsError: its text is wrong.
+        UsageError: it cannot be read.
+    """
+    refuse_unreadable(path, "--costs")
+    return Costs.from_json(path)
 
 
 def _is_timeline(source: str) -> bool:

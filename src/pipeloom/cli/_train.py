@@ -15,7 +15,7 @@ from pipeloom._pieces import refuse_pieces
 from pipeloom.cli._answer import INTERRUPTED, READER_LEFT, UsageError, faults
 from pipeloom.cli._search import progress_of, summary
 from pipeloom.cli._source import Copies, read_schedule
-from pipeloom.errors import DataError, RankFailed, SizeError
+from pipeloom.errors import DataError, RankFailed, SizeError, counted
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import simulate
 from pipeloom.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
@@ -181,7 +181,9 @@ def _understood(
     if schedule and not schedule.trains:
         mistakes.append(f"--schedule: {schedule.name} has no backward actions")
     if schedule and started not in (None, schedule.ranks):
-        mistakes.append(f"--ranks: {schedule.name} has {schedule.ranks} ranks, but torchrun started {started}")
+        mistakes.append(
+            f"--ranks: {schedule.name} has {counted(schedule.ranks, 'rank')}, but torchrun started {started}"
+        )
     if started is not None and config.max_restarts:
         mistakes.append("--max-restarts: torchrun has started these ranks; give --max-restarts to torchrun")
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeloom.action import SENDS, Kind
+from pipeloom.errors import counted
 from pipeloom.schedule import Schedule
 from pipeloom.timeline import Timeline
 
@@ -105,5 +106,4 @@ def title(timeline: Timeline) -> str:
 def sizes(schedule: Schedule) -> str:
     """How large a schedule is, in words."""
     counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
-    plurals = {"rank": "ranks", "stage": "stages", "microbatch": "microbatches"}
-    return ", ".join(f"{count} {word if count == 1 else plurals[word]}" for count, word in counts)
+    return ", ".join(counted(count, word) for count, word in counts)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipeloom._json import read_json
 from pipeloom.costs import Costs
-from pipeloom.errors import ReportError, TimelineError, shown
+from pipeloom.errors import ReportError, TimelineError, counted, shown
 from pipeloom.problem import Problem
 from pipeloom.schedule import Schedule
 from pipeloom.wiring import Wiring
@@ -83,18 +83,19 @@ class _Reader:
         texts, starts, ends = self.ranks(values.get("ranks"))
         self.finish()
         if len(placement) != wiring.total:
-            self.wrong("placement", f"expected {wiring.total} ranks, one a stage, got {len(placement)}")
+            self.wrong("placement", f"expected {counted(wiring.total, 'rank')}, one a stage, got {len(placement)}")
         self.finish()
         schedule = self.schedule(texts, placement, wiring, microbatches, str(label))
         try:
             costs.table(wiring)
         except ReportError as error:
-            raise TimelineError(self.name, error.problems) from None
+            raise TimelineError(self.name, error.of(f"{self.name}: costs").problems) from None
         for rank, row in enumerate(schedule.rows):
             expected = sum(len(cell.parts) or 1 for cell in row)
             if len(starts[rank]) not in (expected, expected + 1):
                 self.wrong(
-                    f"ranks[{rank}].starts", f"expected {expected} times, one an action, got {len(starts[rank])}"
+                    f"ranks[{rank}].starts",
+                    f"expected {counted(expected, 'time')}, one an action, got {len(starts[rank])}",
                 )
         self.finish()
         return Contents(schedule, starts, ends, costs, bool(measured))
@@ -178,7 +179,7 @@ class _Reader:
             starts.append(self.times(found.get("starts"), f"{place}.starts"))
             ends.append(self.times(found.get("ends"), f"{place}.ends"))
             if len(starts[-1]) != len(ends[-1]):
-                self.wrong(place, f"{len(starts[-1])} starts, but {len(ends[-1])} ends")
+                self.wrong(place, f"{counted(len(starts[-1]), 'start')}, but {counted(len(ends[-1]), 'end')}")
             elif any(end < start for start, end in zip(starts[-1], ends[-1], strict=True)):
                 self.wrong(place, "an action ends before it starts")
         return texts, starts, ends

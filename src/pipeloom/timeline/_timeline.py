@@ -12,6 +12,7 @@ from typing import NamedTuple, overload
 
 from pipeloom.action import COMMUNICATION, RECEIVES, SENDS, Action
 from pipeloom.costs import Costs
+from pipeloom.errors import counted
 from pipeloom.schedule import Schedule
 from pipeloom.timeline._causes import Cause, Causes, far_stage
 from pipeloom.timeline._memory import activations, memory
@@ -75,7 +76,9 @@ class Timeline:
             if len(starts) == len(row) + 1:
                 row.append(None)
             if len(starts) != len(row):
-                raise ValueError(f"Timeline: {len(row)} actions in a row, but {len(starts)} times")
+                raise ValueError(
+                    f"Timeline: {counted(len(row), 'action')} in a row, but {counted(len(starts), 'time')}"
+                )
         return rows
 
     @cached_property

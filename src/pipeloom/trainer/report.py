@@ -13,7 +13,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from pipeloom.errors import PipeloomError
+from pipeloom.errors import PipeloomError, counted
 
 READER_LEFT = 141
 """The exit status of a rank that wrote to a closed pipe, as a shell reports it."""
@@ -105,7 +105,7 @@ class Report:
         """Say what came of it all."""
         steps = self._steps - self._done
         speed = steps * self._tokens / self._training
-        self._say(f"trained {steps} steps in {self._training:.1f} s, {speed:,.0f} tokens/s")
+        self._say(f"trained {counted(steps, 'step')} in {self._training:.1f} s, {speed:,.0f} tokens/s")
         self._write("end", steps=steps, loss=self._loss, seconds=self._training, tokens_per_second=speed)
 
     def _lap(self) -> float:
@@ -118,7 +118,7 @@ class Report:
 
     def _write(self, event: str, **values: object) -> None:
         if self._lines is not None:
-            _print(json.dumps({"event": event, **values}), self._lines)
+            _print(json.dumps({"event": event, **values}, default=str), self._lines)
 
 
 def _print(line: str, file: TextIO) -> None:

@@ -60,8 +60,7 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
     tokens = size * config.model.context
     with Report(config.steps, tokens, config.metrics, done) if reports else nullcontext() as report:
         if report:
-            settings = dataclasses.asdict(config) | {"data": str(config.data), "batch_size": size, "done": done}
-            settings |= {"checkpoint": str(config.checkpoint), "trace": str(config.trace)}
+            settings = dataclasses.asdict(config) | {"batch_size": size, "done": done}
             report.start(schedule=schedule.name, ranks=schedule.ranks, microbatches=schedule.microbatches, **settings)
         for step in range(done + 1, config.steps + 1):
             rate = learning_rate(step, config.steps, config.optimizer)
