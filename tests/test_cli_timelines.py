@@ -130,6 +130,46 @@ def test_options_that_fit_nothing_given(pipeloom: Run, tmp_path: Path) -> None:
     assert (status, "give --costs, in seconds too" in err) == (2, True)
 
 
+def test_options_that_a_timeline_cannot_take_are_refused(pipeloom: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "run.json")
+    (tmp_path / "run.json").write_text(pl.simulate(pl.schedules.make("1F1B", ranks=2, microbatches=3)).to_json())
+    (tmp_path / "costs.json").write_text("{}")
+    choices = [("--ranks", "3"), ("--microbatches", "2"), ("--stages-per-rank", "1"), ("--group", "2")]
+    choices += [("--copies", "2"), ("--pieces", "2"), ("--skip", "0:2"), ("--receives", "blocking")]
+    choices += [("--costs", str(tmp_path / "costs.json"))]
+    for command in ("simulate", "draw", "compare", "explain"):
+        for choice in [*choices, *([("--memory", "2")] if command in ("simulate", "explain") else [])]:
+            status, out, err = pipeloom(command, path, *choice)
+            assert (status, out) == (2, ""), (command, choice)
+            assert err.startswith(f"pipeloom: {choice[0]} cannot be applied to {path}: ")
+    _, _, err = pipeloom("simulate", path, *choices[0], *choices[-2], *choices[-1])
+    assert err.startswith("pipeloom: --costs and --receives and --ranks cannot be applied to ")
+
+
+def test_compare_says_by_what_costs_each_is_simulated(pipeloom: Run, tmp_path: Path) -> None:
+    schedule = pl.schedules.make("DualPipeV", ranks=2, microbatches=3)
+    of_a_stage, dear = str(tmp_path / "plain.json"), str(tmp_path / "dear.json")
+    Path(of_a_stage).write_text(pl.simulate(schedule).to_json())
+    Path(dear).write_text(pl.simulate(schedule, pl.Costs(F=5, activation=[1, 2, 3, 4])).to_json())
+    (tmp_path / "run.json").write_text(measured().to_json())
+
+    def note(*args: str) -> str:
+        status, out, _ = pipeloom("compare", *args)
+        assert status == 0
+        return out.partition("\n\n")[2]
+
+    share = "simulated with F = I = W = 1 for a rank's share of the model, and messages free\n"
+    stage = "simulated with F = I = W = 1 for a stage, and messages free\n"
+    own = "simulated with F = I = W = 1 for a stage, but F = 5.0, activation = [1.0, 2.0, 3.0, 4.0]\n"
+    differ = "the costs differ, so the times do not compare:\n"
+    assert note("DualPipeV", "1F1B", *SIZES) == share
+    assert note(of_a_stage, of_a_stage) == stage
+    assert note(dear, dear) == own
+    assert note(of_a_stage, "1F1B", *SIZES) == f"{differ}  DualPipeV  {stage}  1F1B       {share}"
+    assert note(of_a_stage, dear) == f"{differ}  DualPipeV  {stage}  DualPipeV  {own}"
+    assert note(str(tmp_path / "run.json"), str(tmp_path / "run.json")) == note(dear) == ""
+
+
 def test_schedules_of_one_model_take_the_same_work(pipeloom: Run) -> None:
     _, out, _ = pipeloom("compare", *pl.schedules.names(), "--ranks", "4", "--microbatches", "8", "--json")
     assert {round(sum(each["busy"]), 6) for each in json.loads(out)} == {4 * 8 * 3}

@@ -10,7 +10,7 @@ import typer
 from pipeloom.cli._answer import AsJson, answer, answer_json, faults
 from pipeloom.cli._draw import Memory
 from pipeloom.cli._source import Copies, Group, Microbatches, Pieces, Ranks, Skips, StagesPerRank
-from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSources, read_timelines
+from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSources, pricing, read_timelines
 from pipeloom.drawing import Times, between, draw, figures, number
 from pipeloom.errors import shown
 
@@ -71,8 +71,8 @@ def compare(
     for name, *cells in (_HEADS, *rows):
         figures_of = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         answer("  ".join([f"{name:<{widths[0]}}", *figures_of]))
-    if costs is None and len(timelines) > 1 and not all(timeline.measured for timeline in timelines):
-        answer("\nsimulated with F = I = W = 1 for a rank's share of the model, and messages free")
+    if len(timelines) > 1 and (note := pricing(timelines)):
+        answer(f"\n{note}")
 
 
 _HEADS = (

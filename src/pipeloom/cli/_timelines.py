@@ -12,7 +12,7 @@ from pipeloom import schedules
 from pipeloom.cli._answer import UsageError
 from pipeloom.cli._source import read_schedule, refuse_unreadable
 from pipeloom.costs import Costs
-from pipeloom.errors import CostsError
+from pipeloom.errors import CostsError, shown
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import Receives, simulate
 from pipeloom.timeline import Timeline
@@ -56,8 +56,26 @@ def read_timelines(
     """
     if list(sources).count("-") > 1:
         raise UsageError("- can be given once: there is one standard input")
-    priced = None if costs is None else read_costs(costs)
     schedules_given = [source for source in sources if not _is_timeline(source)]
+    if not schedules_given:
+        options = {
+            "--costs": costs is not None,
+            "--receives": receives != "eager",
+            "--ranks": ranks is not None,
+            "--microbatches": microbatches is not None,
+            "--stages-per-rank": stages_per_rank is not None,
+            "--group": group is not None,
+            "--memory": memory is not None,
+            "--copies": copies > 1,
+            "--pieces": pieces > 1,
+            "--skip": bool(skips),
+        }
+        if given := [option for option, is_given in options.items() if is_given]:
+            raise UsageError(
+                f"{' and '.join(given)} cannot be applied to {shown(sources[0])}: a timeline says itself what ran when;"
+                " simulate its schedule anew"
+            )
+    priced = None if costs is None else read_costs(costs)
     names = {source for source in schedules_given if _is_name(source)}
     mixed = 0 < len(names) < len({*schedules_given})
     found = []
@@ -105,6 +123,25 @@ def _is_timeline(source: str) -> bool:
 
 def _is_name(source: str) -> bool:
     return source.casefold() in map(str.casefold, schedules.names())
+
+
+def pricing(timelines: Sequence[Timeline]) -> str:
+    """By what costs timelines are simulated, in words: once where all have the same, else one by one."""
+    found = [(shown(each.schedule.name), _costs_in_words(each)) for each in timelines if not each.measured]
+    if len({words for _, words in found}) < 2:
+        return "".join(f"simulated with {shown(words, 160)}" for _, words in found[:1])
+    width = max(len(name) for name, _ in found)
+    lines = (f"  {name:<{width}}  simulated with {shown(words, 160)}" for name, words in found)
+    return "\n".join(["the costs differ, so the times do not compare:", *lines])
+
+
+def _costs_in_words(timeline: Timeline) -> str:
+    if timeline.costs == of_one_model(timeline.schedule):
+        return "F = I = W = 1 for a rank's share of the model, and messages free"
+    default = Costs().to_dict()
+    own = {name: value for name, value in timeline.costs.to_dict().items() if value != default.get(name)}
+    values = ", ".join(f"{name} = {value}" for name, value in own.items())
+    return "F = I = W = 1 for a stage, " + (f"but {values}" if own else "and messages free")
 
 
 def of_one_model(schedule: Schedule) -> Costs:
