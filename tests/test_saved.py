@@ -71,10 +71,6 @@ def test_after_a_kill_the_losses_are_those_of_an_undisturbed_run(data: list[str]
     again = run(*options, *saves)
     assert again.returncode == 2
     assert f"--checkpoint {tmp_path}/saved holds a run already: give --resume to go on" in again.stderr
-    other = run(*options, *saves, "--resume", "--seed", "1", "--clip", "2")
-    assert other.returncode == 1
-    assert "--seed was 0 and is 1; give the same, or save to another directory" in other.stderr
-    assert "--clip was 1.0 and is 2.0" in other.stderr
     finished = run(*options, *saves, "--resume")
     assert (finished.returncode, finished.stdout) == (0, "step 12/12 was saved; there is nothing left to train\n")
 
@@ -112,10 +108,44 @@ def test_what_cannot_be_saved_is_said_before_anything_starts(data: list[str]) ->
 
 def test_restarts_come_to_an_end(data: list[str], tmp_path: Path) -> None:
     """What fails each time is tried so often, and no more."""
-    (tmp_path / "checkpoint.json").write_text("{")
-    ended = run(
-        *("--schedule", "1F1B", "--ranks", "2", *data, "--checkpoint-every", "1", "--max-restarts", "1"),
-        *("--checkpoint", str(tmp_path), "--resume"),
-    )
+    options = ["--schedule", "1F1B", "--ranks", "2", *data, "--checkpoint", str(tmp_path / "saved"), "--resume"]
+    assert run(*options).returncode == 0
+    next((tmp_path / "saved").glob("save-*/model/*.safetensors")).unlink()
+    ended = run(*options, "--max-restarts", "1")
     assert ended.returncode == 1
     assert ended.stderr.count("rank 0: checkpoint") == 2
+    (tmp_path / "saved" / "checkpoint.json").write_text("{")
+    ended = run(*options, "--max-restarts", "1")
+    assert ended.returncode == 1
+    assert ended.stderr.count("is damaged: it is not what was saved") == 1
+
+
+def test_a_run_with_other_options_is_refused_once_and_with_all_of_them(data: list[str], tmp_path: Path) -> None:
+    saved = ["--checkpoint", str(tmp_path / "saved"), "--schedule", "1F1B", "--ranks", "1", "--eval-every", "0"]
+    assert run(*saved, *data).returncode == 0
+    text = tmp_path / "other.txt"
+    text.write_text("another text " * 100)
+    other = run(
+        *(*saved, "--resume", "--data", str(text), "--ranks", "2", "--layers", "4", "--d-model", "16", "--heads", "4"),
+        *("--context", "7", "--steps", "13", "--batch-size", "8", "--seed", "1", "--clip", "2", "--warmup", "3"),
+        *("--learning-rate", "1", "--weight-decay", "2", "--eval-batches", "0"),
+    )
+    assert (other.returncode, other.stdout) == (2, "")
+    where = f"in the run in --checkpoint {tmp_path}/saved; give the same, or another directory\n"
+    for mistake in (
+        f"--layers is 4 and was 3 {where}",
+        f"--d-model is 16 and was 8 {where}",
+        f"--heads is 4 and was 2 {where}",
+        f"--context is 7 and was 6 {where}",
+        f"--steps is 13 and was 12 {where}",
+        f"--batch-size is 8 and was 4 {where}",
+        f"--seed is 1 and was 0 {where}",
+        f"--clip is 2.0 and was 1.0 {where}",
+        f"--warmup is 3 and was 10 {where}",
+        f"--learning-rate is 1.0 and was 0.001 {where}",
+        f"--weight-decay is 2.0 and was 0.1 {where}",
+        f"--data is another text than that of {where.removeprefix('in ')}",
+        "--eval-batches 0 must be 1 or more",
+    ):
+        assert other.stderr.count(mistake) == 1, mistake
+    assert other.stderr.count("\n") == 14

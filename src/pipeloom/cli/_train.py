@@ -19,7 +19,7 @@ from pipeloom.errors import DataError, RankFailed, SizeError, counted
 from pipeloom.schedule import Schedule
 from pipeloom.simulator import simulate
 from pipeloom.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
-from pipeloom.trainer.text import read_text
+from pipeloom.trainer.text import digest, read_text
 
 _DEFAULT = TrainConfig()
 
@@ -206,6 +206,11 @@ def _understood(
             mistakes.append(f"--checkpoint {config.checkpoint} is a file; give a directory")
         except OSError as error:
             mistakes.append(f"--checkpoint {config.checkpoint} cannot be made: {error.strerror}")
+        else:
+            from pipeloom.trainer.saved import Saved
+
+            size = config.sequences(schedule.microbatches) if schedule else None
+            mistakes += Saved(config, None if text is None else digest(text), size).mistakes()
     mistakes += config.mistakes(schedule.microbatches if schedule else None, None if text is None else len(text))
     if mistakes or schedule is None or text is None:
         raise UsageError("\n  ".join(["train is given what it cannot do:", *mistakes]))
@@ -276,17 +281,11 @@ def _run(config: TrainConfig, schedule: Schedule, text: bytes) -> None:
     import torch.distributed as dist
     from rich.console import Console
 
-    from pipeloom.checkpoints import saved
     from pipeloom.runtime.launcher import launch, under_torchrun
     from pipeloom.trainer.corpus import Corpus
     from pipeloom.trainer.restarts import join, launch_with_restarts
-    from pipeloom.trainer.saved import restarted
     from pipeloom.trainer.training import run
 
-    if config.checkpoint and saved(config.checkpoint) and not (config.resume or restarted()):
-        raise UsageError(
-            f"--checkpoint {config.checkpoint} holds a run already: give --resume to go on, or another directory"
-        )
     corpus = Corpus(text, config.model.context)
     backend = _backend(schedule)
     if under_torchrun():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
-from pipeloom.trainer.text import HELD_OUT
+from pipeloom.trainer.text import HELD_OUT, digest
 
 
 class Corpus:
@@ -23,7 +21,7 @@ class Corpus:
     def __init__(self, text: bytes, context: int) -> None:
         held_out = len(text) // HELD_OUT
         self.context = context
-        self.digest = hashlib.sha256(text).hexdigest()
+        self.digest = digest(text)
         whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._train, self._held_out = whole[:-held_out], whole[-held_out:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from pathlib import Path
 
@@ -30,3 +31,8 @@ def read_text(path: Path | None) -> bytes:
     others = {"site-packages", "dist-packages", "test", "tests"}
     names = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
     return b"".join((root / name).read_bytes() for name in names if not others & set(name.split("/")))
+
+
+def digest(text: bytes) -> str:
+    """What tells a text from others."""
+    return hashlib.sha256(text).hexdigest()
