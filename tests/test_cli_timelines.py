@@ -2,8 +2,12 @@
 
 import io
 import json
+import os
+import pty
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,6 +90,31 @@ def test_draw_on_a_pipe_is_plain(pipeloom: Run) -> None:
     assert (status, err) == (0, "")
     assert "\x1b" not in out
     assert out.splitlines()[3].startswith("rank 0 F0---")
+
+
+@pytest.mark.parametrize("command", ["show", "draw"])
+@pytest.mark.parametrize(
+    ("environment", "colours"),
+    [
+        ({"TERM": "dumb"}, False),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, False),
+        ({"TERM": "xterm-256color"}, True),
+        ({"TERM": "xterm", "COLORTERM": ""}, True),
+    ],
+)
+def test_colours_are_for_terminals_that_have_them(command: str, environment: dict[str, str], colours: bool) -> None:
+    master, terminal = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
+    arguments = [sys.executable, "-m", "pipeloom", command, "1F1B", *SIZES]
+    with subprocess.Popen(arguments, stdout=terminal, env={**kept, **environment}) as process:
+        os.close(terminal)
+        written = b""
+        with suppress(OSError):  # the end of a terminal
+            while data := os.read(master, 65536):
+                written += data
+    os.close(master)
+    assert process.returncode == 0
+    assert (b"\x1b" in written) is colours
 
 
 @pytest.mark.parametrize("ending", ["svg", "html", "txt", "json", "perfetto-trace"])

@@ -16,15 +16,16 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent 
 
 import pipeloom as pl
 from pipeloom.action import COMMUNICATION, SENDS, Kind
-from pipeloom.drawing import blocks, explain, explanation, figures, plain
-from pipeloom.drawing._palette import DARK, FILLS, LIGHT, TEXTURES, contrast, fill, ink
+from pipeloom.drawing import Times, blocks, explain, explanation, figures, number, plain, slots
+from pipeloom.drawing._palette import DARK, FILLS, LIGHT, TEXTURES, contrast, fill, ink, style
+from pipeloom.drawing._svg import svg
 from pipeloom.errors import DrawingError
 from timelines import TIMELINES, lowered, made, measured
 
 PLAIN = """\
 1F1B: 2 ranks, 2 stages, 3 microbatches
 makespan 12, bubble 25.0%, span 12, span bubble 25.0%, peak activations 1 to 2
-                                              idle  act.
+time   0              5             10        idle  act.
 rank 0 F--F--......B0---F--B1----...B2----   25.0%     2
 rank 1 ...F--B0----F--B1---F--B2----......   25.0%     1
 
@@ -204,10 +205,70 @@ def test_plain_text() -> None:
 @pytest.mark.parametrize("name", TIMELINES)
 def test_blocks_fit_the_window(name: str, width: int) -> None:
     timeline = TIMELINES[name]()
-    rows = [line for line in plain([timeline], width).splitlines() if line.startswith("rank ")]
-    assert len(rows) == timeline.schedule.ranks
-    assert len({len(row) for row in rows}) == 1
-    assert len(rows[0]) == max(width, len(rows[0]) if width < 80 else 0)
+    text = plain([timeline], width)
+    bands = [band.splitlines() for band in re.findall(r"^(?:time|ms) .*\n(?:rank .*\n)+", text, re.MULTILINE)]
+    assert all(len(band) == 1 + timeline.schedule.ranks for band in bands)
+    assert all(len({len(row) for row in band[1:]}) == 1 for band in bands)
+    assert len(bands[0][1]) == max(width, len(bands[0][1]) if width < 80 else 0)
+    assert all(len(row) < len(bands[0][1]) for band in bands[1:] for row in band)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", "Interleaved1F1B", "DualPipeV"])
+@pytest.mark.parametrize("width", [20, 40, 80, 133])
+@pytest.mark.parametrize("microbatches", [2, 8, 64])
+def test_every_action_is_drawn_or_the_picture_counts_those_that_are_not(
+    name: str, width: int, microbatches: int
+) -> None:
+    timeline = pl.simulate(made(name, 4, microbatches))
+    text = plain([timeline], width)
+    found = ["".join(row) for row in zip(*bands_of(text, 4), strict=True)]
+    note = re.search(r"a column is (.+) of time: (\d+) of (\d+) actions fall between columns", text)
+    total = sum(len(row) for row in timeline.actions)
+    if note:
+        assert (int(note[3]), len(found[0]) < 8 * (width - 5)) == (total, True)
+        assert float(note[1]) == pytest.approx(timeline.makespan / len(found[0]), rel=1e-3)
+        assert timeline.makespan / len(found[0]) > 1
+    else:
+        assert sum(len(re.findall("[FBIWfbiw]", row)) for row in found) == total
+
+
+def bands_of(text: str, ranks: int) -> list[list[str]]:
+    """What each rank's row shows, band by band."""
+    rows = re.findall(r"^rank \d ([FBIWfbiwo\d.-]+)", text, re.MULTILINE)
+    return [rows[at : at + ranks] for at in range(0, len(rows), ranks)]
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e-3, 1, 1e6, 1e12])
+def test_the_axis_of_blocks_tells_the_time_of_a_column(unit: float) -> None:
+    timeline = pl.simulate(made("GPipe", 2, 60), pl.Costs(F=unit, I=unit, W=unit))
+    column = 0
+    for axis, row in re.findall(r"^time {3}(.*)\nrank 0 ([FB\d.-]+)", plain([timeline], 56), re.MULTILINE):
+        marks = list(re.finditer(r"[\d.e+-]+", axis.partition("  idle")[0]))
+        assert marks
+        for mark in marks:
+            assert float(mark[0]) == pytest.approx((column + mark.start()) * unit, rel=1e-5)
+        column += len(row)
+    assert column == 183
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1.3537e-9, 1e-3, 1, 1e9])
+def test_figures_keep_their_digits_in_any_unit(unit: float) -> None:
+    costs = pl.Costs(F=unit, I=unit, W=unit, activation=unit)
+    timeline = pl.simulate(made("1F1B", 4, 8), costs)
+    times = Times([timeline])
+    assert times(timeline.makespan) == f"{33 * unit:.5g}"
+    assert times(3 * unit / 7) == f"{3 * unit / 7:.5g}"
+    assert times(1e-12 * timeline.makespan) == "0"
+    assert number(unit / 7) == f"{unit / 7:,.6g}"
+    text = explanation(timeline) + plain([timeline]) + svg([timeline])
+    assert text.count(f"makespan {33 * unit:.5g}, ") == 3 + text.count("<title>")
+
+
+def test_a_terminal_shows_kinds_in_the_colours_of_pictures() -> None:
+    timeline = pl.simulate(made("DualPipeV", 4, 10))
+    for segments in (blocks([timeline], 100), slots(timeline, 100)):
+        styles = {look for _, look in segments if " on " in look}
+        assert styles == {style(kind, shade) for kind in "FBIW" for shade in (0.0, 1.0)}
 
 
 def test_colours_for_those_who_have_them() -> None:

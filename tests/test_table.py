@@ -1,11 +1,7 @@
 """The table of unit time: slots, bands, colours, and what runs as one."""
 
-import re
-
 import pipeloom as pl
-from pipeloom.drawing import table
-
-ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+from pipeloom.drawing import slots, table
 
 
 def timeline(name: str, ranks: int, microbatches: int) -> pl.Timeline:
@@ -44,9 +40,10 @@ def test_bands_hold_all_slots_and_fit_the_width() -> None:
 
 def test_colours_change_nothing_else() -> None:
     plain = table(timeline("ZBVZeroBubble", 4, 8), 60)
-    coloured = table(timeline("ZBVZeroBubble", 4, 8), 60, color=True)
-    assert len(set(re.findall(ESCAPES, coloured))) == 5  # F, I, W, idle, and back to normal
-    assert [line.rstrip() for line in re.sub(ESCAPES, "", coloured).splitlines()] == plain.splitlines()
+    segments = list(slots(timeline("ZBVZeroBubble", 4, 8), 60))
+    assert len({style for _, style in segments}) == 8  # F, I, W in two shades, idle, and none
+    coloured = "".join(text for text, _ in segments)
+    assert [line.rstrip() for line in coloured.splitlines()] == plain.splitlines()
 
 
 def test_labels_line_up_from_ten_ranks_and_a_hundred_slots_on() -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeloom.cli._answer import AsJson, answer, answer_json, faults
+from pipeloom.cli._answer import AsJson, answer_json, faults
+from pipeloom.cli._drawn import answer_drawn
 from pipeloom.cli._source import Copies, Group, Microbatches, Pieces, Ranks, Skips, StagesPerRank
 from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSources, read_timelines
-from pipeloom.drawing import blocks, figures, plain
+from pipeloom.drawing import PLAIN_WIDTH, blocks, figures
 from pipeloom.drawing import draw as draw_timelines
-from pipeloom.timeline import Timeline
 
 Memory = Annotated[
     float | None, typer.Option(min=0, help="The memory that a rank has; pages show where it does not suffice.")
@@ -64,17 +61,4 @@ def draw(
     if as_json:
         answer_json([figures(timeline) for timeline in timelines])
     elif output is None:
-        _print(timelines)
-
-
-def _print(timelines: list[Timeline]) -> None:
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        answer(plain(timelines, width) if width else plain(timelines))
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    few_colors = console.color_system in (None, "standard", "windows")
-    console.print(Text.assemble(*blocks(timelines, console.width, letters=few_colors)), soft_wrap=True)
+        answer_drawn(lambda width, letters: blocks(timelines, width or PLAIN_WIDTH, letters))

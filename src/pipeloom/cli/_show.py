@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-
 from pipeloom.action import COMMUNICATION, SHARDING
 from pipeloom.cli._answer import AsJson, answer, answer_json, faults
+from pipeloom.cli._drawn import answer_drawn
 from pipeloom.cli._source import (
     Copies,
     Group,
@@ -20,7 +17,7 @@ from pipeloom.cli._source import (
     StagesPerRank,
     read_schedule,
 )
-from pipeloom.drawing import table, title
+from pipeloom.drawing import slots, title
 from pipeloom.errors import counted
 from pipeloom.simulator import simulate
 
@@ -71,12 +68,10 @@ def show(
             }
         )
         return
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None
+    answer(f"{title(timeline)}\n")
+    answer_drawn(lambda width, _: slots(timeline, width))
     answer(
-        f"{title(timeline)}\n\n"
-        f"{table(timeline, width, color=terminal and not os.environ.get('NO_COLOR'))}\n\n"
-        f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}, with F = I = W = 1, B = 2 and messages free"
+        f"\nmakespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}, with F = I = W = 1, B = 2 and messages free"
     )
     cells = [cell for row in schedule.rows for cell in row]
     if any(cell.parts for cell in cells):

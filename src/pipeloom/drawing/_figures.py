@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeloom.action import SENDS, Kind
 from pipeloom.errors import counted
 from pipeloom.schedule import Schedule
-from pipeloom.timeline import Timeline
+from pipeloom.timeline import ROUNDING, Timeline
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
@@ -70,17 +71,25 @@ class Times:
 
     def __init__(self, timelines: Sequence[Timeline]) -> None:
         self.factor, self.unit = 1.0, ""
+        longest = max(timeline.makespan for timeline in timelines)
+        self.least = ROUNDING * longest
         if any(timeline.measured for timeline in timelines):
-            longest = max(timeline.makespan for timeline in timelines)
             self.factor, self.unit = (1.0, "s") if longest >= 1 else (1e3, "ms") if longest >= 1e-3 else (1e6, "µs")
 
     def __call__(self, time: float) -> str:
-        return f"{round(time * self.factor, 9):.5g}" + (f" {self.unit}" if self.unit else "")
+        return f"{time * self.factor if abs(time) > self.least else 0:.5g}" + (f" {self.unit}" if self.unit else "")
 
 
 def number(value: float) -> str:
     """A size as people write it."""
-    return f"{round(value, 9):,.6g}"
+    return f"{value:,.6g}"
+
+
+def round_step(length: float, most: float) -> float:
+    """A round step that cuts a length into at most so many pieces."""
+    least = length / max(most, 1)
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
 
 def headline(timeline: Timeline, times: Times) -> str:

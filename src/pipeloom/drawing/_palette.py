@@ -73,6 +73,16 @@ def ink(background: str) -> str:
     return max((DARK_INK, LIGHT_INK), key=lambda color: contrast(color, background))
 
 
+Segment = tuple[str, str]
+"""A piece of text, and its style in the words of rich; "" is none."""
+
+
+def style(kind: str, shade: float) -> str:
+    """The style of a kind's text, in the words of rich."""
+    color = fill(kind, shade)
+    return f"{ink(color)} on {color}"
+
+
 def contrast(one: str, other: str) -> float:
     """How far two colours are apart in lightness, from 1 to 21, as the Web's accessibility guidelines define it."""
     darker, lighter = sorted((_luminance(one), _luminance(other)))

@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from statistics import median
 
 from pipeloom.action import COMMUNICATION, SENDS, SHARDING, Action, Kind
-from pipeloom.drawing._figures import Times, headline, number, title
+from pipeloom.drawing._figures import Times, headline, number, round_step, title
 from pipeloom.drawing._palette import (
     DARK,
     LIGHT,
@@ -188,7 +188,7 @@ class _Picture:
 
     def axis(self, y: float) -> float:
         y -= 8
-        step = _step(self.longest * self.times.factor, self.width / 70)
+        step = round_step(self.longest * self.times.factor, self.width / 70)
         count = math.floor(self.longest * self.times.factor / step + 1e-9)
         marks = "".join(
             f"M{_n(self.left + at * step / self.times.factor * self.scale)} {_n(y)}v5" for at in range(count + 1)
@@ -196,7 +196,7 @@ class _Picture:
         self.parts.append(f'<path class="axis" d="M{self.left} {_n(y)}H{_n(self.right)}{marks}"/>\n')
         for at in range(count + 1):
             x = self.left + at * step / self.times.factor * self.scale
-            self.write(x, y + 16, f"{round(at * step, 9):g}", "faint middle", 10)
+            self.write(x, y + 16, f"{at * step:g}", "faint middle", 10)
         unit = f"time ({self.times.unit})" if self.times.unit else "time"
         self.write(self.left - 8, y + 16, unit, "faint end", 10)
         return y + 30
@@ -273,13 +273,6 @@ def _width(timelines: Sequence[Timeline], longest: float) -> int:
     ]
     cells = longest / median(lengths) if lengths else 1.0
     return round(min(max(cells * _CELL, _NARROWEST), _WIDEST))
-
-
-def _step(length: float, most: float) -> float:
-    """A round step that cuts a length into at most so many pieces."""
-    least = length / max(most, 1)
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
 
 def _name(kind: str, shade: float) -> str:

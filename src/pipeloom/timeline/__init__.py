@@ -2,6 +2,6 @@
 
 from pipeloom.timeline._causes import Cause
 from pipeloom.timeline._measured import measured_costs
-from pipeloom.timeline._timeline import Event, Idle, Timeline
+from pipeloom.timeline._timeline import ROUNDING, Event, Idle, Timeline
 
-__all__ = ["Cause", "Event", "Idle", "Timeline", "measured_costs"]
+__all__ = ["ROUNDING", "Cause", "Event", "Idle", "Timeline", "measured_costs"]
