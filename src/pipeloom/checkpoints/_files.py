@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from pipeloom.checkpoints._plain import decode
 from pipeloom.errors import CheckpointError
 
 MODEL, TRAINING = "model", "training"
@@ -151,6 +152,16 @@ def manifest(path: Path) -> dict[str, Any]:
         reason = f"{file} has format {body['format']}, and this version of pipeloom reads format {_FORMAT}"
         raise CheckpointError(os.fspath(path), "loaded", [reason])
     return body
+
+
+def saved_values(path: Path) -> dict[str, Any]:
+    """The `values` that were saved to `path`, without loading anything.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or what describes it is damaged.
+    """
+    values: dict[str, Any] = decode(manifest(path)["values"])
+    return values
 
 
 def damage(directory: Path, files: Mapping[str, Any], share: int, shares: int) -> Iterator[str]:

@@ -101,13 +101,3 @@ def load(
         _random.restore(random, own.values())
     values: dict[str, Any] = decode(saved["values"])
     return values
-
-
-def saved_values(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The `values` that were saved to `path`, without loading anything.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or what describes it is damaged.
-    """
-    values: dict[str, Any] = decode(_files.manifest(Path(path).absolute())["values"])
-    return values
