@@ -10,6 +10,10 @@ class PipeloomError(Exception):
     """Anything that pipeloom refuses or finds at fault."""
 
 
+class ArgumentError(PipeloomError, ValueError):
+    """A call makes no sense: an argument is of another kind, or out of its range."""
+
+
 class ActionError(PipeloomError, ValueError):
     """A text is not an action. `at` and `length` mark the place in `text`, counted in characters from 0."""
 

@@ -76,8 +76,8 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         if self.parts:
-            return f"({';'.join(map(str, self.parts))}){self.kind.value}"
-        text = f"{self.stage}{self.kind.value}"
+            return f"({';'.join(map(str, self.parts))}){self.kind}"
+        text = f"{self.stage}{self.kind}"
         if self.microbatch >= 0:
             text += str(self.microbatch)
         if self.far >= 0:

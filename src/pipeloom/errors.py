@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipeloom._base import PRINTED, ActionError, PipeloomError, counted, shown
+from pipeloom._base import PRINTED, ActionError, ArgumentError, PipeloomError, counted, shown
 from pipeloom.problem import ReportError
 
 __all__ = [
     "ActionError",
+    "ArgumentError",
     "BatchError",
     "CheckpointError",
     "CostsError",

@@ -9,12 +9,16 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from typing import Any
 
+from pipeloom._arguments import expect
 from pipeloom._reading import read_source
 from pipeloom.action import COMMUNICATION, SHARDING, Action, Kind, kind_of, parts_of
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ArgumentError, ScheduleError, shown
 from pipeloom.wiring import Wiring
+
+HOW_TO_MAKE = "pl.schedules.make and pl.Schedule.from_csv give one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,16 @@ class Schedule:
         """The schedule of `rows`; what is not given is read off them.
 
         A stage is placed on the rank that runs most of it, and the wiring is a chain of all stages up to the highest.
+
+        Raises:
+            ArgumentError: something in the rows is no action, or an argument is of another kind.
         """
         frozen = tuple(tuple(row) for row in rows)
+        _refuse_strange(frozen)
+        if placement is not None:
+            expect("from_rows: placement", placement, Mapping, "give the rank of each stage, as {0: 0, 1: 1}")
+        if wiring is not None:
+            expect("from_rows: wiring", wiring, Wiring, "give pl.Wiring(stages, copies, pieces, skips)")
         runs: dict[int, tuple[int, int]] = {}
         microbatches = 0
         for rank, row in enumerate(frozen):
@@ -134,6 +146,32 @@ class Schedule:
             for rank, row in enumerate(texts)
         ]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _refuse_strange(rows: Sequence[Sequence[Any]]) -> None:
+    """Refuse rows with something in them that is no action; whether they are right is for `pipeloom.check` to say.
+
+    Raises:
+        ArgumentError: with the first such thing.
+    """
+    for rank, row in enumerate(rows):
+        if {*map(type, row)} <= {Action}:
+            actions = [action for cell in row for action in cell.parts or (cell,)]
+            kinds = {*map(type, map(kind_of, chain(row, actions)))}
+            stages = {action[0] for action in actions}
+            if kinds <= {Kind} and {*map(type, stages)} <= {int} and min(stages, default=0) >= 0:
+                continue
+        for step, cell in enumerate(row):
+            for action in [cell, *getattr(cell, "parts", ())]:
+                if not isinstance(action, Action):
+                    wrong = "no Action; Action.parse reads one, Schedule.from_csv all rows"
+                elif type(action.kind) is not Kind:
+                    wrong = "of no Kind; write Kind.F"
+                elif not action.parts and not (type(action.stage) is int and action.stage >= 0):
+                    wrong = "of no stage; stages are numbered from 0"
+                else:
+                    continue
+                raise ArgumentError(f"from_rows: rank {rank}, step {step}: {shown(str(action))} is {wrong}")
 
 
 def rows_of(actions: Sequence[str]) -> tuple[tuple[Action, ...], ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeloom._base import ArgumentError
+
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
@@ -14,6 +16,9 @@ class Wiring:
     microbatch may be cut along the sequence into `pieces`: piece q of microbatch b is numbered b * pieces + q, runs
     forward after piece q - 1 and backward before it. Each of `skips` is an edge (from stage, to stage) that carries a
     value past the chain, in every copy.
+
+    Raises:
+        ArgumentError: with everything that makes no sense.
     """
 
     stages: int
@@ -22,17 +27,21 @@ class Wiring:
     skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("stages", "copies", "pieces"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Wiring: {name} must be 1 or more, got {getattr(self, name)}")
-        for source, target in self.skips:
-            if not 0 <= source < target - 1 < self.stages - 1:
-                raise ValueError(
-                    f"Wiring: skip {source}:{target} must run forward past at least one stage of 0..{self.stages - 1}; "
-                    "neighbours are wired already"
-                )
+        mistakes = [
+            f"{name} must be 1 or more, got {getattr(self, name)}"
+            for name in ("stages", "copies", "pieces")
+            if getattr(self, name) < 1
+        ]
+        mistakes += [
+            f"skip {source}:{target} must run forward past at least one stage of 0..{self.stages - 1}; "
+            "neighbours are wired already"
+            for source, target in self.skips
+            if self.stages >= 1 and not 0 <= source < target - 1 < self.stages - 1
+        ]
         if len(set(self.skips)) < len(self.skips):
-            raise ValueError(f"Wiring: skips {self.skips} name an edge twice")
+            mistakes.append(f"skips {self.skips} name an edge twice")
+        if mistakes:
+            raise ArgumentError("\n".join(f"Wiring: {mistake}" for mistake in mistakes))
 
     @property
     def total(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pipeloom._arguments import expect, room
 from pipeloom._collector import paused_collector
 from pipeloom.checker._completeness import coarse_problems, completeness_problems, count_problems
 from pipeloom.checker._memory import memory_problems
@@ -13,7 +14,7 @@ from pipeloom.checker._placement import cell_problems, placement_problems
 from pipeloom.checker._sharding import sharding_problems
 from pipeloom.checker._table import Table
 from pipeloom.problem import Problem
-from pipeloom.schedule import Schedule, count_actions
+from pipeloom.schedule import HOW_TO_MAKE, Schedule, count_actions
 
 RULES: tuple[Callable[[Table], Iterator[Problem]], ...] = (
     cell_problems,  # each cell stands for something, and in the row of the rank that holds its stage
@@ -37,7 +38,12 @@ def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:
     Args:
         schedule: rows that only compute, or lowered ones.
         memory: how many activations each rank has room for, in rank shares: 1 is one microbatch of all its stages.
+
+    Raises:
+        ArgumentError: an argument is of another kind, or `memory` is no number, 0 or more.
     """
+    expect("check: schedule", schedule, Schedule, HOW_TO_MAKE)
+    limit = None if memory is None else room("check: memory, in rank shares,", memory)
     placement = tuple(schedule.placement.items())
     problems: list[Problem] = []
     if schedule._proven != placement:
@@ -45,8 +51,8 @@ def check(schedule: Schedule, memory: float | None = None) -> list[Problem]:
             problems += _all_problems(schedule)
         if not problems:
             object.__setattr__(schedule, "_proven", placement)
-    if memory is not None:
-        problems += memory_problems(schedule, memory)
+    if limit is not None:
+        problems += memory_problems(schedule, limit)
     return problems
 
 

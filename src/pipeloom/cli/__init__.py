@@ -29,7 +29,7 @@ from pipeloom.cli._show import show
 from pipeloom.cli._simulate import simulate
 from pipeloom.cli._split import split
 from pipeloom.cli._train import train
-from pipeloom.errors import DrawingError, PipeloomError, SizeError
+from pipeloom.errors import ArgumentError, DrawingError, PipeloomError, SizeError
 
 app = typer.Typer(
     cls=Group,
@@ -74,7 +74,7 @@ def main() -> None:
         app(prog_name="pipeloom")
     except PipeloomError as error:
         print(f"pipeloom: {error}", file=sys.stderr)
-        sys.exit(BAD_USAGE if isinstance(error, DrawingError | SizeError | UsageError) else FAULT)
+        sys.exit(BAD_USAGE if isinstance(error, ArgumentError | DrawingError | SizeError | UsageError) else FAULT)
 
 
 def _mend_streams() -> None:

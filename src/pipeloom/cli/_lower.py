@@ -20,7 +20,6 @@ from pipeloom.cli._source import (
     StagesPerRank,
     read_schedule,
 )
-from pipeloom.errors import PipeloomError
 from pipeloom.passes import lower as lowered
 
 
@@ -58,12 +57,7 @@ def lower(
             pieces=pieces,
             skips=skips,
         ).checked()
-        try:
-            result = lowered(schedule, shard=shard, reduce=reduce, ahead=ahead)
-        except PipeloomError:
-            raise
-        except ValueError as error:
-            raise PipeloomError(str(error)) from None
+        result = lowered(schedule, shard=shard, reduce=reduce, ahead=ahead)
     if as_json:
         answer_json({"name": result.name, "rows": [[str(cell) for cell in row] for row in result.rows]})
     elif output is None or str(output) == "-":

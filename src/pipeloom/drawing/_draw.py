@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from pipeloom._arguments import expect, room
 from pipeloom.drawing._html import html
 from pipeloom.drawing._perfetto import chrome_json, protobuf
 from pipeloom.drawing._png import png
@@ -30,8 +31,12 @@ def draw(
     Raises:
         DrawingError: the ending is another one, there is nothing to draw, a package is missing, or the file
             cannot be written.
+        ArgumentError: something else than timelines is given, or `memory` is no number, 0 or more.
     """
-    given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    given = list(timelines) if isinstance(timelines, Iterable) else [timelines]
+    for each in given:
+        expect("draw: what is drawn", each, Timeline, "a Schedule has no times yet, pl.simulate(schedule) gives them")
+    limit = None if memory is None else room("draw: memory", memory)
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
         raise DrawingError(
@@ -39,7 +44,7 @@ def draw(
         )
     if not given:
         raise DrawingError("draw: there is no timeline to draw; give one, or several")
-    data = html(given, memory) if path.suffix.lower() == ".html" else ENDINGS[path.suffix.lower()](given)
+    data = html(given, limit) if path.suffix.lower() == ".html" else ENDINGS[path.suffix.lower()](given)
     try:
         path.write_bytes(data if isinstance(data, bytes) else data.encode())
     except OSError as error:

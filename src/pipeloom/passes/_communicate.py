@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from pipeloom._collector import paused_collector
 from pipeloom.action import COMPUTE, RECEIVES, Action, Kind, actions
 from pipeloom.dependencies import Dependencies, lacks_forwards
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ArgumentError, ScheduleError
 from pipeloom.schedule import Schedule
 
 _Route = tuple[tuple[int, list[Action]], tuple[int, list[Action]]]
@@ -31,10 +31,10 @@ def communicate(schedule: Schedule, ahead: int = 0) -> Schedule:
 
     Raises:
         ScheduleError: the schedule does not check.
-        ValueError: `ahead` is negative.
+        ArgumentError: `ahead` is negative.
     """
     if ahead < 0:
-        raise ValueError(f"communicate: ahead must be 0 or more, got {ahead}")
+        raise ArgumentError(f"lower: ahead must be 0 or more, got {ahead}")
     if schedule.communicates:
         return schedule
     try:

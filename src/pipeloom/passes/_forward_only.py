@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from pipeloom._arguments import expect
 from pipeloom.action import BACKWARD, Action, Kind
 from pipeloom.dependencies import Dependencies
 from pipeloom.errors import SizeError
 from pipeloom.passes._communicate import communicate
 from pipeloom.passes._shard import shard
-from pipeloom.schedule import Schedule, holds
+from pipeloom.schedule import HOW_TO_MAKE, Schedule, holds
 
 _GONE = frozenset({*BACKWARD, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD})
 
@@ -24,7 +25,9 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
     Raises:
         ScheduleError: rows are to be built, and the schedule does not check.
         SizeError: `microbatches` is less than one, or no multiple of the wiring's pieces.
+        ArgumentError: `schedule` is something else.
     """
+    expect("forward_only: schedule", schedule, Schedule, HOW_TO_MAKE)
     if microbatches is None or microbatches == schedule.microbatches:
         return schedule.with_rows(_without_empty_pairs(_forwards(row)) for row in schedule.rows)
     pieces = schedule.wiring.pieces

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pipeloom._arguments import expect
 from pipeloom._collector import paused_collector
 from pipeloom.passes._communicate import communicate
 from pipeloom.passes._reduce_grad import reduce_grad
 from pipeloom.passes._shard import shard as add_sharding
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import HOW_TO_MAKE, Schedule
 
 
 def lower(schedule: Schedule, shard: bool = False, reduce: bool = False, ahead: int = 0) -> Schedule:
@@ -20,7 +21,9 @@ def lower(schedule: Schedule, shard: bool = False, reduce: bool = False, ahead: 
 
     Raises:
         ScheduleError: the schedule does not check.
+        ArgumentError: `schedule` is something else, or `ahead` is negative.
     """
+    expect("lower: schedule", schedule, Schedule, HOW_TO_MAKE)
     with paused_collector():
         if shard:
             schedule = add_sharding(schedule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pipeloom.action import COMPUTE, Action, Kind
+from pipeloom.errors import ArgumentError
 from pipeloom.schedule import Schedule, holds
 
 
@@ -58,7 +59,7 @@ def _windows(row: tuple[Action, ...], limit: int) -> list[tuple[int, tuple[int, 
                 continue
         stages = tuple(dict.fromkeys(part.stage for part in parts)) or (stage,)
         if len(stages) > limit:
-            raise ValueError(
+            raise ArgumentError(
                 f"shard: limit must be {len(stages)} or more, for {row[step]} uses {len(stages)} stages at once; "
                 f"got {limit}"
             )

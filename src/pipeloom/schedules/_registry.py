@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from pipeloom._arguments import expect
 from pipeloom.errors import UnknownScheduleError
 from pipeloom.schedule import Schedule
 from pipeloom.schedules._chimera import chimera, next_chimera
@@ -253,7 +254,9 @@ def find(name: str) -> Recipe:
 
     Raises:
         UnknownScheduleError: there is none; the message has the closest names.
+        ArgumentError: it is no text.
     """
+    expect("make: name", name, str, f"there are {', '.join(names())}")
     known = {recipe.name.casefold(): recipe for recipe in RECIPES}
     recipe = known.get(name.casefold())
     if recipe is None:

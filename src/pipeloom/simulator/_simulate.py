@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NoReturn, get_args
 
+from pipeloom._arguments import expect
 from pipeloom._collector import paused_collector
 from pipeloom.action import SHARDING, Action, Kind
 from pipeloom.costs import Costs
 from pipeloom.dependencies import Dependencies, lacks_forwards
-from pipeloom.errors import CostsError, ScheduleError
+from pipeloom.errors import ArgumentError, CostsError, ScheduleError
 from pipeloom.problem import Problem
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import HOW_TO_MAKE, Schedule
 from pipeloom.simulator._pace import pace
 from pipeloom.simulator._ranks import Link, Rank, wire
 from pipeloom.timeline import Timeline
@@ -46,9 +47,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, receives: Receiv
     Raises:
         ScheduleError: the rows cannot be run: what `pipeloom.check` finds.
         CostsError: the costs are those of another number of stages, or so large that times overflow.
+        ArgumentError: an argument is of another kind.
     """
+    expect("simulate: schedule", schedule, Schedule, HOW_TO_MAKE)
+    if costs is not None:
+        expect("simulate: costs", costs, Costs, "pl.Costs.from_dict makes one of a dict, pl.Costs.from_json of a file")
     if receives not in get_args(Receives):
-        raise ValueError(f"simulate: receives must be one of {', '.join(get_args(Receives))}, got {receives!r}")
+        raise ArgumentError(f"simulate: receives must be one of {', '.join(get_args(Receives))}, got {receives!r}")
     costs = costs or Costs()
     if not schedule.communicates and (receives != "eager" or _has_bandwidth(costs)):
         from pipeloom.passes import communicate

@@ -9,8 +9,10 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import TypeAlias, TypeVar
 
+from pipeloom._arguments import expect
 from pipeloom.action import RECEIVES, SENDS, SHARDING, Action, Kind
 from pipeloom.costs import Costs
+from pipeloom.errors import ArgumentError
 from pipeloom.timeline._timeline import Event, Timeline
 
 _Key: TypeAlias = tuple[str, int | str]
@@ -36,15 +38,17 @@ def measured_costs(timelines: Timeline | Sequence[Timeline]) -> Costs:
     Sizes are those of the first timeline's own costs.
 
     Raises:
-        ValueError: there is no timeline, or they are of different schedules.
+        ArgumentError: there is no timeline, something else is given, or they are of different schedules.
     """
-    given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    given = list(timelines) if isinstance(timelines, Iterable) else [timelines]
+    for each in given:
+        expect("measured_costs: what is given", each, Timeline, "pipe.trace() gives one")
     if not given:
-        raise ValueError("measured_costs: expected a timeline or several, got none")
+        raise ArgumentError("measured_costs: expected a timeline or several, got none")
     first = given[0]
     for other in given:
         if other.schedule.rows != first.schedule.rows or other.schedule.wiring != first.schedule.wiring:
-            raise ValueError(
+            raise ArgumentError(
                 f"measured_costs: expected timelines of one schedule, got {first.schedule.name} and "
                 f"{other.schedule.name}, whose rows differ"
             )

@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 
 from pipeloom.action import COMMUNICATION, RECEIVES, SENDS, Action
 from pipeloom.costs import Costs
-from pipeloom.errors import counted
+from pipeloom.errors import ArgumentError, counted
 from pipeloom.schedule import Schedule
 from pipeloom.timeline._causes import Cause, Causes, far_stage
 from pipeloom.timeline._memory import activations, memory
@@ -76,7 +76,7 @@ class Timeline:
             if len(starts) == len(row) + 1:
                 row.append(None)
             if len(starts) != len(row):
-                raise ValueError(
+                raise ArgumentError(
                     f"Timeline: {counted(len(row), 'action')} in a row, but {counted(len(starts), 'time')}"
                 )
         return rows
@@ -162,6 +162,7 @@ class Timeline:
 
     def idles(self, rank: int) -> list[Idle]:
         """The stretches in which `rank` computes nothing, in order, from the timeline's start to its end."""
+        self._refuse_no_rank("idles", rank)
         found = []
         least = ROUNDING * self.makespan
         reached = self.start
@@ -232,12 +233,17 @@ class Timeline:
 
     def memory_curve(self, rank: int) -> list[tuple[float, float]]:
         """The memory of `rank` as (time, memory from then on), first at the timeline's start."""
+        self._refuse_no_rank("memory_curve", rank)
         return memory(self._computing(rank), self._table, self.schedule.stages_of(rank), self._trains, self.start)
 
     @cached_property
     def peak_memory(self) -> list[float]:
         """For each rank, the most memory it holds."""
         return [max(size for _, size in self.memory_curve(rank)) for rank in range(self.schedule.ranks)]
+
+    def _refuse_no_rank(self, caller: str, rank: int) -> None:
+        if not 0 <= rank < self.schedule.ranks:
+            raise ArgumentError(f"{caller}: rank must be 0 to {self.schedule.ranks - 1}, got {rank}")
 
     @cached_property
     def _trains(self) -> bool:
