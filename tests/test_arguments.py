@@ -55,7 +55,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "placement": (lambda: ANY.Schedule.from_rows(SCHEDULE.rows, placement=[0, 1]), "must be a mapping, got the list"),
     "wiring": (
         lambda: ANY.Schedule.from_csv("0F0,0B0", wiring=5),
-        "from_rows: wiring must be a pl.Wiring, got the",
+        "wiring must be a pl.Wiring, got the int 5",
     ),
     "idles below 0": (lambda: TIMELINE.idles(-1), "idles: rank must be 0 to 1, got -1"),
     "idles above": (lambda: TIMELINE.idles(2), "idles: rank must be 0 to 1, got 2"),

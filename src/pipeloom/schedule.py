@@ -57,19 +57,7 @@ class Schedule:
         _refuse_strange(frozen)
         if placement is not None:
             expect("from_rows: placement", placement, Mapping, "give the rank of each stage, as {0: 0, 1: 1}")
-        if wiring is not None:
-            expect("from_rows: wiring", wiring, Wiring, "give pl.Wiring(stages, copies, pieces, skips)")
-        runs: dict[int, tuple[int, int]] = {}
-        microbatches = 0
-        for rank, row in enumerate(frozen):
-            actions = [action for cell in row for action in cell.parts or (cell,)]
-            microbatches = max(microbatches, max((action.microbatch for action in actions), default=-1) + 1)
-            for stage, count in Counter(action.stage for action in actions).items():
-                if stage not in runs or count > runs[stage][1]:
-                    runs[stage] = (rank, count)
-        if placement is None:
-            placement = {stage: rank for stage, (rank, _) in sorted(runs.items())}
-        return cls(frozen, placement, wiring or Wiring(max(placement, default=0) + 1), microbatches, name)
+        return cls._of(frozen, placement, wiring, name)
 
     @classmethod
     def from_csv(cls, source: str | bytes | os.PathLike[str], wiring: Wiring | None = None, name: str = "") -> Schedule:
@@ -85,7 +73,29 @@ class Schedule:
             ScheduleError: with every mistake of the text: file, line, cell, the text with a caret, what would be right.
         """
         rows, name = read_source(source, name)
-        return cls.from_rows(rows, wiring=wiring, name=name)
+        return cls._of(tuple(map(tuple, rows)), None, wiring, name)
+
+    @classmethod
+    def _of(
+        cls,
+        rows: tuple[tuple[Action, ...], ...],
+        placement: Mapping[int, int] | None,
+        wiring: Wiring | None,
+        name: str,
+    ) -> Schedule:
+        if wiring is not None:
+            expect("wiring", wiring, Wiring, "give pl.Wiring(stages, copies, pieces, skips)")
+        runs: dict[int, tuple[int, int]] = {}
+        microbatches = 0
+        for rank, row in enumerate(rows):
+            actions = [action for cell in row for action in cell.parts or (cell,)]
+            microbatches = max(microbatches, max((action.microbatch for action in actions), default=-1) + 1)
+            for stage, count in Counter(action.stage for action in actions).items():
+                if stage not in runs or count > runs[stage][1]:
+                    runs[stage] = (rank, count)
+        if placement is None:
+            placement = {stage: rank for stage, (rank, _) in sorted(runs.items())}
+        return cls(rows, placement, wiring or Wiring(max(placement, default=0) + 1), microbatches, name)
 
     def to_csv(self) -> str:
         """The text: one line a rank, no comments, no blank cells. A rank without actions is a blank line."""
