@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from pipeloom.runtime.transport import Transport, connect
 from pipeloom.runtime.transport._local import LocalTransport
+from pipeloom.runtime.transport._rendezvous import unique
 
 SIZES = {"32 B": 8, "4 KiB": 1 << 10, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "16 MiB": 1 << 22}
 KINDS = {"local": "shared memory", "tcp": "TCP loopback", "torch": "transport over gloo", "gloo": "plain gloo"}
@@ -46,9 +47,11 @@ def round_trip(
             return received
 
         return plain, lambda: None
-    transport: Transport = (
-        LocalTransport(group, torch.device("cpu"), rings=False) if kind == "tcp" else connect(group, kind)
-    )
+    transport: Transport
+    if kind == "tcp":
+        transport = LocalTransport(group, unique(group, kind), torch.device("cpu"), rings=False)
+    else:
+        transport = connect(group, kind)
 
     def ours(value: torch.Tensor) -> torch.Tensor:
         if rank == 0:

@@ -222,7 +222,7 @@ def test_who_learns_late_ends_all(tmp_path: Path) -> None:
         else:
             assert select.select([control], [], [], 30)[0]
         for _ in range(2):
-            with pytest.raises(PeerFailed, match=r"ValueError: late(.|\n)*which rank 1 had finished by then"):
+            with pytest.raises(PeerFailed, match=r"ValueError: late(.|\n)*that rank 1 had finished by then"):
                 begin_and_receive(control, transport, other(control))
 
     run(2, body, tmp_path)
@@ -233,9 +233,9 @@ def test_who_learns_late_ends_all(tmp_path: Path) -> None:
     [
         (
             [("train", None), ("eval", None), ("train", None)],
-            "step 1: mode is 'train' on ranks 0, 2 and 'eval' on rank 1",
+            "call 1: mode is 'train' on ranks 0, 2 and 'eval' on rank 1",
         ),
-        ([("train", 3), ("train", None), ("train", 4)], "step 1: batch_id is 3 on rank 0 and 4 on rank 2"),
+        ([("train", 3), ("train", None), ("train", 4)], "call 1: batch_id is 3 on rank 0 and 4 on rank 2"),
     ],
 )
 def test_ranks_that_disagree_all_say_so(mine: list[tuple[str, int | None]], message: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pipeloom.errors import PeerFailed
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.transport import _rendezvous, connect
 from pipeloom.runtime.transport._handshake import Card, accept, prove
-from pipeloom.runtime.transport._rendezvous import meet
+from pipeloom.runtime.transport._rendezvous import meet, unique
 from processes import run_ranks
 
 SECRET = b"the secret of the store"
@@ -72,7 +72,7 @@ def test_strangers_do_not_get_in(stranger: Callable[[socket.socket], None]) -> N
 def test_all_ranks_meet(unix: bool, tmp_path: Path) -> None:
     def body(group: dist.ProcessGroup) -> None:
         for _ in range(2):
-            peers = meet(group, "test", unix=unix)
+            peers = meet(group, unique(group, "test"), unix=unix)
             assert sorted(peers) == [rank for rank in range(4) if rank != group.rank()]
             for rank, peer in peers.items():
                 assert peer.same_host == unix
@@ -112,7 +112,7 @@ def test_a_rank_that_ends_while_connecting_is_named(
         monkeypatch.setattr(_rendezvous, "_exchange", then_end)
         start = time.monotonic()
         with pytest.raises(PeerFailed, match="ended while the ranks were connecting") as found:
-            meet(group, "test", unix=unix, seconds=40)
+            meet(group, unique(group, "test"), unix=unix, seconds=40)
         assert found.value.rank == dead
         assert time.monotonic() - start < 20
 
@@ -132,7 +132,7 @@ def test_a_rank_that_ends_before_it_comes_is_named(dead: list[int], named: str, 
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(PeerFailed, match=f"{named}.* ended before it had connected"):
-            meet(group, "test", seconds=40)
+            meet(group, unique(group, "test"), seconds=40)
         assert time.monotonic() - start < 20
 
     run_ranks(4, body, tmp_path, statuses=dict.fromkeys(dead, -signal.SIGKILL))
@@ -145,7 +145,7 @@ def test_a_failure_that_is_known_ends_the_wait(tmp_path: Path) -> None:
             control.fail_for_good(ValueError("of rank 1"))
         else:
             with pytest.raises(PeerFailed, match="of rank 1"):
-                meet(group, "test", watch=control)
+                meet(group, unique(group, "test"), watch=control)
         dist.barrier()
         control.close()
 
@@ -156,7 +156,7 @@ def test_a_rank_that_never_comes_is_named_after_the_deadline(tmp_path: Path) -> 
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() != 1:
             with pytest.raises(PeerFailed, match=r"rank 1.*did not come in time"):
-                meet(group, "test", seconds=0.2)
+                meet(group, unique(group, "test"), seconds=0.2)
 
     run_ranks(3, body, tmp_path)
 

@@ -71,7 +71,7 @@ def once(name: str) -> None:
     plain = pl.schedules.make(name, ranks=2, microbatches=4, stages_per_rank=3)
     schedule = pl.Schedule.from_rows(plain.rows, wiring=pl.Wiring(plain.stages, skips=skips), name=name)
     side = Side(schedule, lambda stages: unet(skips, stages), loss_fn=square)
-    transport = side.pipe._team.transport
+    transport = side.pipe._team.peers.transport
     assert transport is not None
     sent: list[int] = []
     send = transport.send

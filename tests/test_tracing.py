@@ -83,7 +83,7 @@ def test_the_profiler_shows_each_action_by_name() -> None:
 
 def test_there_is_none_before_the_first_step() -> None:
     pipe = pl.Pipeline([pl.Stage(nn.Linear(WIDTH, 1), 0)], make("GPipe", 1, 2))
-    with pytest.raises(PipelineError, match="no timeline before the first step"):
+    with pytest.raises(PipelineError, match="trace is for after a step or an evaluation, and there was none"):
         pipe.trace()
 
 

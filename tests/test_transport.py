@@ -18,12 +18,13 @@ import processes
 from pipeloom.errors import MessageError
 from pipeloom.runtime.transport import Transport, Tree, connect
 from pipeloom.runtime.transport._local import LocalTransport
+from pipeloom.runtime.transport._rendezvous import unique
 from pipeloom.runtime.transport._ring import RING
 from pipeloom.runtime.transport._tree import DTYPES, flat, pack, read
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {
     "local": lambda group: connect(group, "local"),
-    "tcp": lambda group: LocalTransport(group, torch.device("cpu"), rings=False),
+    "tcp": lambda group: LocalTransport(group, unique(group, "tcp"), torch.device("cpu"), rings=False),
     "torch": lambda group: connect(group, "torch"),
 }
 

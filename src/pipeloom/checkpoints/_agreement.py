@@ -11,23 +11,31 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import CheckpointError, PipeloomError
+from pipeloom.errors import CheckpointError, DisagreementError, PipeloomError
+from pipeloom.runtime.pipeline import Pipeline
 
 
 class Agreement:
-    """The ranks of `group` (None: this process alone) that save or load one checkpoint together.
+    """The ranks that save or load one checkpoint together.
 
     Args:
         path: the checkpoint.
         doing: what is done with it.
-        group: who does it.
+        pipe: the pipeline, whose ranks do it.
+        group: they and the ranks of other pipelines, if these do it too.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], doing: Literal["saved", "loaded"], group: dist.ProcessGroup | None
+        self,
+        path: str | os.PathLike[str],
+        doing: Literal["saved", "loaded"],
+        pipe: Pipeline,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self._path, self._doing, self._group = os.fspath(path), doing, group
-        self.rank, self.ranks = (group.rank(), group.size()) if group else (0, 1)
+        self._path, self._doing, self._pipe = os.fspath(path), doing, pipe
+        self._group = group if group is not pipe.group else None
+        everyone = group or pipe.group
+        self.rank, self.ranks = (everyone.rank(), everyone.size()) if everyone else (0, 1)
         self._mistakes: list[str] = []
 
     @contextmanager
@@ -51,7 +59,9 @@ class Agreement:
             CheckpointError: an attempt of some rank has failed; with all that failed, the same on every rank.
         """
         try:
-            shared = self._gather([self._mistakes, value])
+            shared = [json.loads(each) for each in self._gather(json.dumps([self._mistakes, value]))]
+        except DisagreementError:
+            raise
         except RuntimeError as error:
             raise CheckpointError(self._path, self._doing, [f"another rank has gone: {error}"]) from error
         self.refuse(mistake for mistakes, _ in shared for mistake in mistakes)
@@ -63,13 +73,14 @@ class Agreement:
         if found:
             raise CheckpointError(self._path, self._doing, found)
 
-    def _gather(self, value: object) -> list[Any]:
+    def _gather(self, text: str) -> list[str]:
+        said = self._pipe.gather(f"a checkpoint is {self._doing}", text)
         if not self._group:
-            return [value]
+            return said
         device = torch.device("cpu")
         if dist.get_backend(self._group) == dist.Backend.NCCL:
             device = torch.device("cuda", torch.cuda.current_device())
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
         sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(self.ranks)]
         dist.all_gather(sizes, torch.tensor(len(data), device=device), group=self._group)
         counts = [int(size) for size in sizes]
@@ -77,4 +88,4 @@ class Agreement:
         padded[: len(data)] = data
         texts = [torch.empty_like(padded) for _ in range(self.ranks)]
         dist.all_gather(texts, padded, group=self._group)
-        return [json.loads(bytes(text[:count].tolist()).decode()) for text, count in zip(texts, counts, strict=True)]
+        return [bytes(text[:count].tolist()).decode() for text, count in zip(texts, counts, strict=True)]

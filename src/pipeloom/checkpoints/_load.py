@@ -44,7 +44,7 @@ def load(
         CheckpointError: on every rank, with everything that is wrong: a name is missing or too many, a shape or dtype
             is another, a file is missing, torn or damaged. Model and optimizer are as they were.
     """
-    agreement = Agreement(path, "loaded", group or pipe.group)
+    agreement = Agreement(path, "loaded", pipe, group)
     root = Path(path).absolute()
     own: dict[_model.Place, Tensor] = {}
     mine: list[Any] = [None, None]

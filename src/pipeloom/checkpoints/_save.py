@@ -45,8 +45,7 @@ def save(
     Raises:
         CheckpointError: on every rank, if any cannot save its part; what was saved before is as it was.
     """
-    group = group or pipe.group
-    agreement = Agreement(path, "saved", group)
+    agreement = Agreement(path, "saved", pipe, group)
     root = Path(path).absolute()
     own: dict[_model.Place, Tensor] = {}
     mine: list[Any] = []

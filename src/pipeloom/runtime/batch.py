@@ -10,6 +10,7 @@ from typing import Any
 from pipeloom.errors import BatchError
 from pipeloom.runtime.microbatches import Handling, Weight, batch_size, split, split_keywords, weights
 from pipeloom.runtime.replicas import Replicas
+from pipeloom.runtime.transport import Plain
 from pipeloom.schedule import Schedule
 
 Ask = Callable[[int, str], str]
@@ -48,7 +49,7 @@ class Ends:
         return {*self.first_ranks, *self.last_ranks} - {self.rank}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Given:
     """What `step` or `eval` was called with on this rank."""
 
@@ -58,6 +59,7 @@ class Given:
     arg_mbs: Sequence[Any] | None
     kwarg_mbs: Sequence[Mapping[str, Any]] | None
     target_mbs: Sequence[Any] | None
+    batch_id: Plain
 
     def refuse_misfits(self, ends: Ends, microbatches: int) -> None:
         """Refuse what does not belong on this rank, or is given twice."""
@@ -95,6 +97,8 @@ class Batch:
     input_sizes: Sequence[int] = ()
     target_sizes: Sequence[int] = ()
     """How many samples each microbatch has; nothing where that cannot be seen."""
+    name: Plain = None
+    """What the caller calls this batch."""
     ask: Ask | None = None
     _weights: list[Any] | None = field(default=None)
 
@@ -106,7 +110,7 @@ class Batch:
             BatchError: they do not fit, or belong on another rank.
         """
         given.refuse_misfits(ends, microbatches)
-        batch = cls(ends, microbatches, weight, replicas)
+        batch = cls(ends, microbatches, weight, replicas, name=given.batch_id)
         if given.arg_mbs is not None:
             batch.arguments = [entry if isinstance(entry, tuple) else (entry,) for entry in given.arg_mbs]
         elif ends.first:
@@ -140,10 +144,14 @@ class Batch:
             self.keywords = split_keywords(given.kwargs, self.microbatches, handling, size)
 
     @property
-    def equal(self) -> dict[str, str | bool | None]:
-        """What all ends must agree about: in which proportions the batch is cut, and whether there are targets."""
+    def equal(self) -> dict[str, Plain]:
+        """What all must agree about that know it: which batch it is, its proportions, and whether there are targets."""
         counted = self.input_sizes if self.ends.first else self.target_sizes
-        return {"samples": _proportions(counted), "targets": bool(self.targets) if self.ends.last else None}
+        return {
+            "batch_id": self.name,
+            "samples": _proportions(counted),
+            "targets": bool(self.targets) if self.ends.last else None,
+        }
 
     @property
     def own(self) -> dict[str, str]:

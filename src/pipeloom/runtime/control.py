@@ -1,12 +1,14 @@
-"""The control channel: who is in which step with what, and who failed.
+"""The control channel: who is in which call with what, and who failed.
 
-Every rank of a pipeline has a connection to every other, served by a thread of its own. At the start of a step each
-says hello to all with what must be equal everywhere and what others may ask for; nobody waits for a hello unless to use
-a value in it. A rank that fails tells all; one whose connection ends without a goodbye, or from which nothing is heard
-past a deadline, has failed as well. Whoever waits for a message then raises, with the name of the rank that failed.
+Every rank of a pipeline has a connection to every other, served by a thread of its own. At the start of a call, such as
+a step, each says hello to all with what must be equal everywhere and what others may ask for; nobody waits for a hello
+unless to use a value in it. A rank that fails tells all; one whose connection ends without a goodbye, or from which
+nothing is heard past a deadline, has failed as well. Whoever waits for a message then raises, with the name of the rank
+that failed.
 
-Steps are numbered by each rank, and a failure belongs to the number of a step. A rank that is still in an earlier step
-finishes that first. After a step that failed on all ranks the next may succeed; if one had finished it already, none.
+Calls are numbered by each rank, and a failure belongs to the number of a call. A rank that is still in an earlier call
+finishes that first. After a step that failed on all ranks the next may succeed; so it may where some had finished it,
+but have only gathered since. If one has begun another step meanwhile, none can.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from pipeloom.errors import DisagreementError, PeerFailed, PipeloomError
 from pipeloom.runtime.lines import BYE, Lines, Message
 from pipeloom.runtime.transport._interface import Plain
+from pipeloom.runtime.transport._rendezvous import unique
 from pipeloom.runtime.transport._signal import Signal
 
 Fields: TypeAlias = Mapping[str, Plain]
@@ -40,7 +43,7 @@ _ENDED = "its process ended or its connection was lost"
 
 @dataclass(slots=True)
 class _Failure:
-    """`number` is the step it belongs to; None if no later step can succeed. `heard` if another rank told all of it."""
+    """`number` is the call it belongs to; None if no later one can succeed. `heard` if another rank told all of it."""
 
     number: int | None
     error: Fields
@@ -64,9 +67,11 @@ class Control:
     def __init__(self, group: dist.ProcessGroup, *, deadline: float = 30.0) -> None:
         self.rank = group.rank()
         self.host = socket.gethostname()
-        self._lines = Lines(group, deadline, self._hear, self._lose)
+        self.name = unique(group, "pipeline")
+        """What tells this pipeline from others of these ranks."""
+        self._lines = Lines(group, f"{self.name}/control", deadline, self._hear, self._lose)
         self._changed = self._lines.changed
-        self.number = self._settled = 0  # steps are numbered from 1
+        self.number = self._step = self._settled = 0  # calls are numbered from 1
         self._raised = self._ringing = self._closed = False
         self._failures: list[_Failure] = []
         self._calls: list[Callable[[], None]] = []
@@ -75,22 +80,25 @@ class Control:
         self._lines.start()
         _OPEN.add(self)
 
-    def begin(self, equal: Fields, own: Fields) -> None:
-        """Enter the next step and say so to all. Does not wait for anybody.
+    def begin(self, equal: Fields, own: Fields, *, step: bool = True) -> None:
+        """Enter the next call and say so to all. Does not wait for anybody.
 
         Args:
             equal: what must be the same on every rank that knows it; None where this one does not.
             own: what others may ask this rank for.
+            step: whether ranks may differ if this call follows one that failed elsewhere; if not, it only gathers what
+                that one has left.
 
         Raises:
-            PeerFailed: a rank failed, and this one has not raised for it yet, or no step can succeed any more.
+            PeerFailed: a rank failed, and this one has not raised for it yet, or no call can succeed any more.
             DisagreementError: likewise, as ranks disagree.
         """
         with self._changed:
             if self._raised:
-                self._settled, self._raised = self.number, False
-                self._failures = [each for each in self._failures if each.number is None or each.number > self._settled]
+                self._settle()
             self.number += 1
+            if step:
+                self._step = self.number
             self._hellos = {number: said for number, said in self._hellos.items() if number >= self.number}
             self._hellos.setdefault(self.number, {})[self.rank] = (equal, own)
             self._lines.say({"kind": "hello", "number": self.number, "equal": dict(equal), "own": dict(own)})
@@ -102,11 +110,21 @@ class Control:
             self.fail(error)
             raise error
 
+    def _settle(self) -> None:
+        """Go on after a failure, with a number that follows it on all ranks.
+
+        One that had finished the failed call may be in the next, but no further, as that needs all ranks.
+        """
+        numbers = [each.number for each in self._failures if each.number is not None]
+        self.number = self._settled = min(numbers, default=self.number) + 1
+        self._raised = False
+        self._failures = [each for each in self._failures if each.number is None or each.number > self._settled]
+
     def _torn(self, failure: _Failure) -> _Failure:
         """What a failure becomes of a step that was finished here: what followed may have made ranks differ."""
         reason = (
-            f"this was in step {failure.number}, which rank {self.rank} had finished by then, so that it may hold "
-            "other parameters now than the ranks that failed; no step can follow. Load a checkpoint into a new "
+            f"this was in a step that rank {self.rank} had finished by then, so that it may hold other parameters now "
+            "than the ranks that failed; no step can follow. Load a checkpoint into a new "
             "pipeline. To hear of a failure before you use the gradients, call pipe.loss() or clip_grad_norm_ after "
             "each step"
         )
@@ -117,7 +135,7 @@ class Control:
         return torn
 
     def value(self, rank: int, name: str) -> Plain:
-        """What `rank` said as `name` in this step's hello, waiting for it if need be.
+        """What `rank` said as `name` in this call's hello, waiting for it if need be.
 
         Raises:
             PeerFailed: a rank failed, or `rank` left.
@@ -130,8 +148,13 @@ class Control:
                 self._changed.wait()
             return self._hellos[self.number][rank][1][name]
 
+    def heard(self) -> bool:
+        """Whether a failure is known or, if not, becomes so in a moment."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._known() is not None, _TELLING)
+
     def check(self) -> None:
-        """Raise if it is known that this step failed elsewhere."""
+        """Raise if it is known that this call failed elsewhere."""
         if self._ringing:
             raise self.failure(self.rank)
 
@@ -144,7 +167,7 @@ class Control:
         action: str | None = None,
         rows: str = "",
     ) -> None:
-        """Tell every rank that this step failed here. An error that came from another rank is passed on as it is.
+        """Tell every rank that this call failed here. An error that came from another rank is passed on as it is.
 
         Args:
             error: what was raised.
@@ -156,7 +179,7 @@ class Control:
         with self._changed:
             known = self._known()
             if isinstance(error, PeerFailed | DisagreementError) and known is not None:
-                if known.heard and known.number in (self.number, None):
+                if known.heard and (known.number is None or known.number >= self._step):
                     return
                 told = known.error
             else:
@@ -164,12 +187,12 @@ class Control:
             self._fail(_Failure(self.number, told))
 
     def fail_for_good(self, error: BaseException) -> None:
-        """Tell every rank that this one ends because of `error`, so that no later step can succeed either."""
+        """Tell every rank that this one ends because of `error`, so that no later call can succeed either."""
         with self._changed:
             self._fail(_Failure(None, self._describe(error, None, None, None, "")))
 
     def fileno(self) -> int:
-        """Polls readable while it is known that the step failed."""
+        """Polls readable while it is known that the call failed."""
         return self._alarm.fileno()
 
     def on_failure(self, call: Callable[[], None]) -> None:
@@ -179,11 +202,11 @@ class Control:
     def failure(self, rank: int) -> PeerFailed | DisagreementError:
         """The error to raise: what failed or, if a moment from now nothing is known, that `rank`'s connection ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._known() is not None, _TELLING)
+            self.heard()
             known = self._known()
             if known is None:
                 known = self._lose(rank, _LEFT if self._lines.left(rank) else _ENDED)
-            if known.number is not None and known.number < self.number:
+            if known.number is not None and known.number < self._step:
                 known = self._torn(known)
             if "disagreement" in known.error and not known.heard:
                 # Once all have said hello, all say the same.
@@ -205,7 +228,7 @@ class Control:
         self._alarm.close()
 
     def _known(self) -> _Failure | None:
-        """The failure that concerns the step this rank is in."""
+        """The failure that concerns the call this rank is in."""
         return next((each for each in self._failures if each.number is None or each.number <= self.number), None)
 
     def _add(self, failure: _Failure) -> _Failure:
@@ -253,7 +276,7 @@ class Control:
         }
 
     def _compare(self) -> None:
-        """Look whether ranks disagree about this step."""
+        """Look whether ranks disagree about this call."""
         said = self._disagreement()
         if said is not None:
             self._add(_Failure(self.number, {"disagreement": said}))
@@ -270,7 +293,7 @@ class Control:
                     f"{value!r} on rank{'s' * (len(on) > 1)} {', '.join(map(str, on))}" for value, on in ranks.items()
                 ]
                 return (
-                    f"step {self.number}: {name} is {' and '.join(found)}; "
+                    f"call {self.number}: {name} is {' and '.join(found)}; "
                     "all ranks of a pipeline make the same calls with the same settings"
                 )
         return None

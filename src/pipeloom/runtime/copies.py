@@ -9,14 +9,12 @@ from functools import reduce
 from operator import add
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import PipelineError
-from pipeloom.runtime.exchange import exchange, share
+from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import local
-from pipeloom.runtime.transport import Transport
 from pipeloom.schedule import Schedule
 
 
@@ -45,30 +43,20 @@ class ModelCopies:
     Args:
         modules: those of this rank's stages, by number.
         schedule: which stages are copies of each other, and on which ranks they are.
-        group: the ranks of the pipeline.
-        transport: what connects them.
-        device: where collective calls have their tensors.
+        peers: the ranks of the pipeline.
 
     Raises:
         PipelineError: copies of a stage have other parameters or buffers; every rank raises.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        schedule: Schedule,
-        group: dist.ProcessGroup | None,
-        transport: Transport | None,
-        device: torch.device,
-    ) -> None:
-        self._rank = group.rank() if group else 0
-        self._transport = transport
+    def __init__(self, modules: Mapping[int, nn.Module], schedule: Schedule, peers: Peers) -> None:
+        self._peers = peers
         self._modules = modules if schedule.wiring.copies > 1 else {}
         self._stages: list[_Stage] = []
         self._before: dict[tuple[int, str], Tensor] = {}
         if schedule.wiring.copies == 1:
             return
-        _refuse_misfits(modules, schedule, group, device)
+        _refuse_misfits(modules, schedule, peers)
         chain = schedule.wiring.stages
         for stage in range(chain):
             numbers = range(stage, schedule.stages, chain)
@@ -107,7 +95,7 @@ class ModelCopies:
         """
         self._refuse_changed_buffers()
         for stage in self._stages:
-            everywhere = exchange(self._transport, self._rank, stage.ranks, _brought(stage.modules))
+            everywhere = self._peers.exchange(stage.ranks, _brought(stage.modules))
             of_rank = {rank: iter(brought) for rank, brought in everywhere.items()}
             of_copy = [next(of_rank[rank]) for rank in stage.ranks]
             for same, held, *each in zip(stage.parameters, stage.held, *of_copy, strict=True):
@@ -142,7 +130,7 @@ class ModelCopies:
         """Give all copies the values of the first."""
         for stage in self._stages:
             tensors = [[local(each) for each in (*module.parameters(), *module.buffers())] for module in stage.modules]
-            values = share(self._transport, self._rank, stage.ranks[0], stage.ranks, tensors[0])
+            values = self._peers.share(stage.ranks[0], stage.ranks, tensors[0])
             for own in tensors:
                 for tensor, value in zip(own, values, strict=True):
                     tensor.copy_(value)
@@ -181,16 +169,11 @@ def _brought(copies: Sequence[nn.Module]) -> list[list[Tensor | None]]:
     return found
 
 
-def _refuse_misfits(
-    modules: Mapping[int, nn.Module], schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    prints = torch.zeros(schedule.stages, dtype=torch.int64, device=device)
-    for stage, module in modules.items():
-        prints[stage] = _fingerprint(module)
-    if group:
-        dist.all_reduce(prints, group=group)
+def _refuse_misfits(modules: Mapping[int, nn.Module], schedule: Schedule, peers: Peers) -> None:
+    found: dict[int, int] = {}
+    for each in peers.gather({stage: _fingerprint(module) for stage, module in modules.items()}):
+        found |= each
     chain = schedule.wiring.stages
-    found = prints.tolist()
     problems = [
         f"stage {stage} is a copy of stage {stage % chain}, and their parameters or buffers differ in name, shape, "
         "dtype, or whether they are trained"
@@ -198,7 +181,7 @@ def _refuse_misfits(
         if found[stage] != found[stage % chain]
     ]
     if problems:
-        raise PipelineError("; ".join(problems) + "; pipeloom.split(model, into=schedule) makes equal copies")
+        peers.refuse(PipelineError("; ".join(problems) + "; pipeloom.split(model, into=schedule) makes equal copies"))
 
 
 def _fingerprint(module: nn.Module) -> int:

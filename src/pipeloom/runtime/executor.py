@@ -110,6 +110,8 @@ class Run:
         """The microbatch whose forward is running."""
         self.cell: Action | None = None
         """The cell that is running."""
+        self.part: Action | None = None
+        """The part of a composite that is running, if that is known."""
         self._number = 0
         self._ready: Any = None
         """When the running action had its inputs."""
@@ -150,6 +152,13 @@ class Run:
             error.add_note(f"in {self.cell} on rank {self.work.rank} of {self.work.schedule.name}")
             raise
         self.cell = None
+
+    @property
+    def place(self) -> tuple[Schedule, Action, Action | None] | None:
+        """What this run has come to: its schedule, the cell, and which action of it is at work, if that is known."""
+        if self.cell is None:
+            return None
+        return self.work.schedule, self.cell, self.part if self.cell.parts else self.cell
 
     def reduce(self, stage: int) -> None:
         """Average the gradients of a stage over its replicas, unless this step leaves it to a later one."""

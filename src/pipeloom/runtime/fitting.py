@@ -68,10 +68,8 @@ def modules_of(stages: Iterable[Stage]) -> dict[int, nn.Module]:
     return dict(sorted(modules.items()))
 
 
-def lowered(
-    schedule: Schedule | str, ranks: int, microbatches: int | None, stages: int, replicas: Replicas
-) -> Schedule:
-    """The schedule to run: made if only named, checked, and with communication and reductions in its rows."""
+def made(schedule: Schedule | str, ranks: int, microbatches: int | None, stages: int) -> Schedule:
+    """The schedule that was given, made if only named, and checked."""
     if isinstance(schedule, str):
         if microbatches is None:
             raise PipelineError(f'a schedule by name needs its size: Pipeline(..., "{schedule}", microbatches=...)')
@@ -82,7 +80,11 @@ def lowered(
         raise PipelineError(
             f"microbatches={microbatches}, but {schedule.name} has {schedule.microbatches}; leave it out"
         )
-    schedule.checked()
+    return schedule.checked()
+
+
+def lowered(schedule: Schedule, ranks: int, replicas: Replicas) -> Schedule:
+    """The schedule to run: with communication and reductions in its rows."""
     if schedule.communicates or (ranks == 1 and not replicas.reduces):
         return schedule
     return lower(schedule, shard=replicas.shards, reduce=replicas.reduces).checked()

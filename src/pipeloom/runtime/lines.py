@@ -43,6 +43,7 @@ class Lines:
 
     Args:
         group: the ranks.
+        name: under which they meet.
         deadline: seconds of silence after which a rank counts as lost.
         hear: called with a rank and its message. A message is a dict of plain values with a "kind".
         lose: called with a rank and the reason, when it is lost without having said goodbye.
@@ -53,6 +54,7 @@ class Lines:
     def __init__(
         self,
         group: dist.ProcessGroup,
+        name: str,
         deadline: float,
         hear: Callable[[int, Message], None],
         lose: Callable[[int, str], object],
@@ -60,7 +62,7 @@ class Lines:
         self.changed = threading.Condition(threading.RLock())
         self._deadline, self._hear, self._lose = deadline, hear, lose
         now = time.monotonic()
-        self._lines = {rank: _Line(peer, now) for rank, peer in meet(group, "control").items()}
+        self._lines = {rank: _Line(peer, now) for rank, peer in meet(group, name).items()}
         for line in self._lines.values():
             line.peer.socket.setblocking(False)
         self._wake = Signal()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import local
 
 _ABSENT = -1.0
@@ -20,7 +21,7 @@ def clip_grad_norm_(
     modules: Mapping[int, nn.Module],
     stages: int,
     max_norm: float,
-    group: dist.ProcessGroup | None,
+    peers: Peers,
     *,
     uncounted: Iterable[nn.Parameter],
 ) -> Tensor:
@@ -36,26 +37,25 @@ def clip_grad_norm_(
         The norm before.
     """
     passed = {id(parameter) for parameter in uncounted}
-    parameters: dict[int, list[nn.Parameter]] = {}
+    own: dict[int, array[float]] = {}
+    device = torch.device("cpu")
     for stage, module in modules.items():
-        if stage < stages:
-            parameters[stage] = [parameter for parameter in module.parameters() if id(parameter) not in passed]
-            passed.update(map(id, parameters[stage]))
-    device = next((each.device for module in modules.values() for each in module.parameters()), torch.device("cpu"))
-    counts = torch.zeros(stages + 1, dtype=torch.int64, device=device)
-    for stage, own in parameters.items():
-        counts[stage] = len(own)
-        counts[-1] += sum(each.dtype in (torch.float64, torch.complex128) for each in own)
-    if group:
-        dist.all_reduce(counts, group=group)
-    *lengths, double = counts.tolist()
-    starts = [0, *accumulate(lengths)]
-    each = torch.zeros(starts[-1], dtype=torch.float64 if double else torch.float32, device=device)
-    for stage, own in parameters.items():
-        each[starts[stage] : starts[stage + 1]] = _norms(own, each)
-    if group:
-        dist.all_reduce(each, group=group)
-    total: Tensor = torch.linalg.vector_norm(each[each != _ABSENT])
+        parameters = list(module.parameters())
+        device = next((each.device for each in parameters), device)
+        counted = [each for each in parameters if id(each) not in passed]
+        if stage < stages and counted:
+            passed.update(map(id, counted))
+            own[stage] = _norms(counted, device)
+    everywhere: dict[int, array[float]] = {}
+    for each in peers.gather({stage: (found.typecode, found.tobytes()) for stage, found in own.items()}):
+        everywhere |= {stage: array(*found) for stage, found in each.items()}
+    double = any(found.typecode == "d" for found in everywhere.values())
+    norms = torch.tensor(
+        [norm for _, found in sorted(everywhere.items()) for norm in found if norm != _ABSENT],
+        dtype=torch.float64 if double else torch.float32,
+        device=device,
+    )
+    total: Tensor = torch.linalg.vector_norm(norms)
     every = {id(each): each for module in modules.values() for each in module.parameters()}
     gradients = [local(each.grad) for each in every.values() if each.grad is not None]
     if gradients:
@@ -63,9 +63,10 @@ def clip_grad_norm_(
     return total
 
 
-def _norms(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
+def _norms(parameters: Sequence[nn.Parameter], device: torch.device) -> array[float]:
     """The norm of each parameter's gradient: of the whole, where a mesh of ranks holds it in parts."""
-    found = like.new_full((len(parameters),), _ABSENT)
+    double = any(each.dtype in (torch.float64, torch.complex128) for each in parameters)
+    found = torch.full((len(parameters),), _ABSENT, dtype=torch.float64 if double else torch.float32, device=device)
     spread: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
@@ -81,7 +82,7 @@ def _norms(parameters: Sequence[nn.Parameter], like: Tensor) -> Tensor:
         for group in groups:
             dist.all_reduce(squares, group=group)
         found[indices] = squares.sqrt()
-    return found
+    return array("d" if double else "f", found.tolist())
 
 
 def _without_partial_sums(gradient: DTensor) -> DTensor:

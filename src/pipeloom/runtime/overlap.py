@@ -16,6 +16,8 @@ from pipeloom.runtime.tape import Tape
 class Running(Protocol):
     """What a part needs of the run that it is in; see `pipeloom.runtime.executor.Run`."""
 
+    part: Action | None
+
     def module(self, stage: int) -> nn.Module: ...
     def begin_forward(self, stage: int, microbatch: int) -> tuple[Tape, tuple[Any, ...], Mapping[str, Any]]: ...
     def end_forward(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None: ...
@@ -88,6 +90,7 @@ class Part:
     def __call__(self) -> None:
         """Run the action as it would have run by itself: by the function registered for its kind, if there is one."""
         self._open("called")
+        self._run.part = self.action
         if self._function is not None:
             function, self._function = self._function, None
             function(self)
@@ -133,4 +136,5 @@ class Part:
 
     def _close(self) -> None:
         self.finished = True
+        self._run.part = None
         self._after()

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from pipeloom.action import BACKWARD, Action, Kind
+from pipeloom.action import BACKWARD, Kind
 from pipeloom.errors import BatchError, PipelineError
 from pipeloom.passes import forward_only
 from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.executor import Run, Work, keywords_of
-from pipeloom.runtime.fitting import digest, lowered, modules_of, refuse_misfits, refuse_options, stages_of
+from pipeloom.runtime.fitting import digest, lowered, made, modules_of, refuse_misfits, refuse_options, stages_of
 from pipeloom.runtime.leftovers import Leftovers
 from pipeloom.runtime.microbatches import Handling, Weight, merge
 from pipeloom.runtime.program import Program
 from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.replicas import Replicas
 from pipeloom.runtime.stage import Stage
-from pipeloom.runtime.team import Team
+from pipeloom.runtime.team import Place, Team
 from pipeloom.runtime.ties import Ties
 from pipeloom.runtime.times import Times
 from pipeloom.runtime.tracing import trace
@@ -77,38 +77,44 @@ class Pipeline:
         transport: Literal["auto", "local", "torch"] = "auto",
         deadline: float = 30.0,
     ) -> None:
-        given = stages_of(stages)
         refuse_options(weight, kwargs or {}, transport, deadline)
-        device = _device(modules_of(given).values())
         self._group = group or dist.group.WORLD if dist.is_initialized() else None
         """The ranks of this pipeline; None where there is no other."""
-        self.rank, ranks = (self._group.rank(), self._group.size()) if self._group else (0, 1)
-        self._replicas = Replicas(given, self._group, device)
-        stages = self._replicas.stages
-        self._modules = modules_of(stages)
-        self._meshes = Meshes(self._modules.values())
-        self.schedule = lowered(schedule, ranks, microbatches, len(stages), self._replicas)
-        refuse_misfits(self.schedule, self.rank, ranks, self._modules)
-        self._replicas.refuse_misfits(self.schedule)
         self._loss_fn = loss_fn
         self._weight: Weight = weight
         self._handling = dict(kwargs or {})
         self._registered: dict[Kind, Callable[..., None]] = {}
         self._programs: dict[int | None, Program] = {}
-        self._device = device
-        self._ends = Ends.of(self.schedule, self.rank)
-        self._digest = digest(self.schedule)
-        self._team = Team(self._group, self._ends, transport, self._device, deadline)
-        self._randomness = Randomness(seed, stages, self.schedule.wiring.stages) if seed is not None else None
         self.steps = 0
         """How many steps are done; it keys random numbers where there is a `seed`."""
-        self._ties = Ties(self._modules, self.schedule, self._group, self._team.transport, self._device)
-        self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
-        self._replicas.later = self._ties.parameters()
         self._run: Run | None = None
         self._failed = False
         self._times: Times | None = None
-        self._leftovers = Leftovers(self._modules.values(), self._replicas)
+        self._team = Team(self._group, deadline)
+        peers = self._team.peers
+        self.rank = peers.rank
+        agreed = {"call": "Pipeline", "transport": transport, "seed": str(seed), "weight": _name(weight)}
+        with self._team.making():
+            given = stages_of(stages)
+            held = modules_of(given)
+            chosen = made(schedule, peers.ranks, microbatches, len(given))
+            refuse_misfits(chosen, self.rank, peers.ranks, held)
+            self._device = _device(held.values())
+            self._team.connect(agreed, self._device)
+            self._replicas = Replicas(given, self._group, peers, self._device)
+            self._modules = modules_of(self._replicas.stages)
+            self._meshes = Meshes(self._modules.values())
+            self.schedule = lowered(chosen, peers.ranks, self._replicas)
+            self._replicas.refuse_misfits(self.schedule)
+            self._ends = Ends.of(self.schedule, self.rank)
+            self._digest = digest(self.schedule)
+            self._team.carry(transport, self.schedule, self._device)
+            stages = self._replicas.stages
+            self._randomness = Randomness(seed, stages, self.schedule.wiring.stages) if seed is not None else None
+            self._leftovers = Leftovers(self._modules.values(), self._replicas)
+            self._ties = Ties(self._modules, self.schedule, peers)
+            self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
+            self._replicas.later = self._ties.parameters()
 
     @property
     def first(self) -> bool:
@@ -197,11 +203,9 @@ class Pipeline:
                 again, and the next step may succeed.
             DisagreementError: ranks call different things, or hold different batches.
         """
-        given = Given(
-            args=args, kwargs=kwargs, target=target, arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs
-        )
+        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, batch_id)
         count = self.schedule.microbatches
-        with self._together("step", count, given, batch_id, partial(self._refuse_step, scaler)) as batch:
+        with self._together("step", count, given, partial(self._refuse_step, scaler)) as batch:
             output = self._train(batch, losses, scaler, keep=return_outputs, reduce=reduce)
         self.steps += 1
         return output
@@ -250,29 +254,36 @@ class Pipeline:
             raise
         return output
 
-    def _gather(self) -> None:
-        """Wait for all ranks; if the last step failed elsewhere, it fails here too."""
+    def gather(self, call: str, value: Plain = None) -> list[Any]:
+        """What every rank says, in the order of ranks; every rank calls this, and `call` says what for.
+
+        Raises:
+            PeerFailed: a rank of the pipeline failed.
+            DisagreementError: ranks call different things.
+        """
+        with self._team.gathering(call):
+            return self._team.peers.gather(value)
+
+    @contextmanager
+    def _gathering(self, call: str) -> Iterator[None]:
+        """Around a call for what the last step has left; if that failed elsewhere, it fails here too."""
         self._team.refuse_closed()
-        if self._failed:  # others may still be in it, and would take what is sent here for a value
+        if self._run is None and not self._failed:
+            raise PipelineError(f"{call} is for after a step or an evaluation, and there was none")
+        if self._failed:  # all ranks know that, or are about to
             raise PipelineError("the last step failed, so it has no loss, norm or timeline; take another step first")
         try:
-            self._team.gather()
+            with self._team.gathering(call):
+                yield
         except BaseException:
             self._failed = True
             self._leftovers.undo()
             raise
 
     @contextmanager
-    def _together(
-        self, call: str, microbatches: int, given: Given, batch_id: Plain, refuse: Callable[[], None]
-    ) -> Iterator[Batch]:
+    def _together(self, call: str, microbatches: int, given: Given, refuse: Callable[[], None]) -> Iterator[Batch]:
         self._run, self._failed = None, True
-        agreed: dict[str, Plain] = {
-            "call": call,
-            "microbatches": microbatches,
-            "schedule": self._digest,
-            "batch_id": batch_id,
-        }
+        agreed: dict[str, Plain] = {"call": call, "microbatches": microbatches, "schedule": self._digest}
         try:
             with self._team.together(
                 agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
@@ -285,10 +296,8 @@ class Pipeline:
             self._replicas.fell_out()
             raise
 
-    def _where(self) -> tuple[Schedule, Action] | None:
-        if self._run is None or self._run.cell is None:
-            return None
-        return self._run.work.schedule, self._run.cell
+    def _where(self) -> Place | None:
+        return self._run.place if self._run is not None else None
 
     def tie(self, *names: str) -> None:
         """Make the parameters of these names one weight, whichever stages and ranks hold them; every rank calls it.
@@ -303,7 +312,8 @@ class Pipeline:
         Raises:
             PipelineError: a name is nowhere or in several stages, or shapes differ.
         """
-        self._ties.add(names)
+        with self._team.gathering("tie", names=" ".join(names)):
+            self._ties.add(names)
         self._replicas.later = self._ties.parameters()
 
     def eval(
@@ -327,14 +337,12 @@ class Pipeline:
         """
         ready = next((mbs for mbs in (arg_mbs, kwarg_mbs, target_mbs) if mbs is not None), None)
         count = microbatches or (len(ready) if ready is not None else self.schedule.microbatches)
-        given = Given(
-            args=args, kwargs=kwargs, target=target, arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs
-        )
+        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, batch_id)
         devices = [self._device] if self._device.type == "cuda" else []
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            self._together("eval", count, given, batch_id, self._replicas.refuse_out_of_step) as batch,
+            self._together("eval", count, given, self._replicas.refuse_out_of_step) as batch,
         ):
             return self._walk(count, batch, losses, train=False, keep=return_outputs)
 
@@ -350,17 +358,13 @@ class Pipeline:
 
     def loss(self) -> Tensor:
         """The weighted loss of the last `step` or `eval`, over all replicas, on every rank; every rank calls it."""
-        if self._run is None and not self._failed:
-            raise PipelineError("there is no loss before the first step")
         source = self._ends.last_ranks[0]
-        self._gather()
-        assert self._run is not None
-        value = self._run.loss().to(device=self._device, dtype=torch.float32)
-        if self.rank == source:
-            self._replicas.mean_(value)
-        if self._group:
-            dist.broadcast(value, group=self._group, group_src=source)
-        return value
+        with self._gathering("loss"):
+            assert self._run is not None
+            value = self._run.loss().to(device=self._device, dtype=torch.float32)
+            if self.rank == source:
+                self._replicas.mean_(value)
+            return value.new_tensor(self._team.peers.gather(value.item())[source])
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients of the model so that their norm is at most `max_norm`; every rank calls it.
@@ -376,10 +380,14 @@ class Pipeline:
                 "the last step left gradients that are not averaged over replicas, so they have no norm yet; "
                 "clip after a step with reduce=True"
             )
-        self._gather()
-        return norms.clip_grad_norm_(
-            self._modules, self.schedule.wiring.stages, max_norm, self._group, uncounted=self._ties.uncounted()
-        )
+        with self._gathering("clip_grad_norm_"):
+            return norms.clip_grad_norm_(
+                self._modules,
+                self.schedule.wiring.stages,
+                max_norm,
+                self._team.peers,
+                uncounted=self._ties.uncounted(),
+            )
 
     def trace(self) -> Timeline | None:
         """When each action of the last `step` or `eval` ran, of all ranks; every rank calls it.
@@ -389,12 +397,10 @@ class Pipeline:
         Returns:
             The timeline on rank 0 of the group; None elsewhere.
         """
-        if self._run is None and not self._failed:
-            raise PipelineError("there is no timeline before the first step")
-        self._gather()
-        assert self._run is not None
-        assert self._times is not None
-        return trace(self._run.work.schedule, self.rank, self._times, self._team.transport, self._device)
+        with self._gathering("trace"):
+            assert self._run is not None
+            assert self._times is not None
+            return trace(self._run.work.schedule, self._times, self._team.peers)
 
     def close(self) -> None:
         """Let go of the connections to the other ranks; every rank calls it."""
@@ -442,7 +448,14 @@ class Pipeline:
     ) -> Any:
         program = self._program(microbatches)
         run = self._run = Run(
-            program.work, self._team.transport, batch, self.steps, train=train, keep=keep, reduce=reduce, scaler=scaler
+            program.work,
+            self._team.peers.transport,
+            batch,
+            self.steps,
+            train=train,
+            keep=keep,
+            reduce=reduce,
+            scaler=scaler,
         )
         self._replicas.begin()
         try:
@@ -457,6 +470,10 @@ class Pipeline:
         if losses is not None:
             losses[:] = [run.losses[index] for index in order if index in run.losses]
         return merge([run.outputs[index] for index in order]) if run.outputs else None
+
+
+def _name(weight: Weight) -> str:
+    return weight if isinstance(weight, str) else "a function"
 
 
 def _device(modules: Iterable[nn.Module]) -> torch.device:

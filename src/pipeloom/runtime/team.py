@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,13 +14,16 @@ from pipeloom.action import Action
 from pipeloom.errors import PipelineError, PipeloomError
 from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.control import Control
-from pipeloom.runtime.exchange import exchange
 from pipeloom.runtime.executor import Run
 from pipeloom.runtime.failure import excerpt
 from pipeloom.runtime.microbatches import Weight
+from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import Replicas
-from pipeloom.runtime.transport import Plain, Transport, connect
+from pipeloom.runtime.transport import LocalTransport, Plain, TorchTransport, over_torch
 from pipeloom.schedule import Schedule
+
+Place: TypeAlias = tuple[Schedule, Action, Action | None]
+"""The schedule that runs, the cell that a rank has come to, and which action of it is at work, if that is known."""
 
 
 class Team:
@@ -26,24 +31,62 @@ class Team:
 
     Args:
         group: the ranks; None, or a group of one, where there is no other.
-        ends: where the chains of stages begin and end.
-        transport: "auto", "local" or "torch".
-        device: where the tensors are.
         deadline: seconds of silence after which a rank counts as failed.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, ends: Ends, transport: str, device: torch.device, deadline: float
-    ) -> None:
-        self.transport: Transport | None = None
-        """None where there is no other rank."""
-        self._ends = ends
-        self._control: Control | None = None
-        if group and group.size() > 1:
-            self._control = Control(group, deadline=deadline)
-            self.transport = connect(group, transport, device=device, watch=self._control)
-        self._ranks = group.size() if group else 1
+    def __init__(self, group: dist.ProcessGroup | None, deadline: float) -> None:
+        self.peers = Peers(group.rank(), group.size()) if group else Peers(0, 1)
+        self._control = Control(group, deadline=deadline) if group and group.size() > 1 else None
+        self._group = group
+        self._ends = Ends(self.peers.rank, (0,), (0,))
         self._closed = False
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Around the making of a pipeline: if it fails on one rank it fails on all."""
+        if self._control is None:
+            yield
+            return
+        control = self._control
+        try:
+            yield
+            self.peers.gather()
+        except BaseException as error:
+            try:
+                if isinstance(error, RuntimeError) and not isinstance(error, PipeloomError) and control.heard():
+                    raise control.failure(self.peers.rank) from error  # a collective call that a rank has left
+                if error is not self.peers.refused:
+                    control.fail_for_good(error)
+                raise
+            finally:
+                self.close()
+
+    def connect(self, agreed: Mapping[str, Plain], device: torch.device) -> None:
+        """Connect all ranks by our own transport; `agreed` is what must be the same on all."""
+        if self._group is not None and self._control is not None:
+            self._control.begin(agreed, {})
+            self.peers.transport = LocalTransport(self._group, f"{self._control.name}/transport", device, self._control)
+
+    def carry(self, transport: str, schedule: Schedule, device: torch.device) -> None:
+        """Have the messages of `schedule` go by `transport`: "auto", "local" or "torch"."""
+        own = self.peers.transport
+        self._ends = Ends.of(schedule, self.peers.rank)
+        if self._group is not None and isinstance(own, LocalTransport) and over_torch(transport, device):
+            self.peers.gather()  # it takes calls that no failure can end
+            self.peers.transport = TorchTransport(own, self._group, device, self._control, _pairs(schedule))
+
+    @contextmanager
+    def gathering(self, call: str, **agreed: Plain) -> Iterator[None]:
+        """Around a call of all ranks that gathers what the last step has left."""
+        self.refuse_closed()
+        try:
+            if self._control is not None:
+                self._hello(f"{call} {agreed}", {"call": call, **agreed}, {}, step=False)
+            yield
+        except BaseException as error:
+            if self._control is not None and error is not self.peers.refused:
+                self._control.fail(error)
+            raise
 
     @contextmanager
     def together(
@@ -54,18 +97,18 @@ class Team:
         weight: Weight,
         replicas: Replicas,
         refuse: Callable[[], None],
-        where: Callable[[], tuple[Schedule, Action] | None],
+        where: Callable[[], Place | None],
     ) -> Iterator[Batch]:
         """A step of all ranks, on what was given to this one.
 
         Args:
-            agreed: what must be the same on every rank that does not have None there.
+            agreed: what must be the same on every rank.
             given: what this rank was called with.
             microbatches: how many microbatches the batch is cut into.
             weight: how much each of them counts.
             replicas: over which they count.
             refuse: raises if this rank cannot take the step.
-            where: the schedule that runs and the action that it has come to, for the error if it fails.
+            where: what this rank has come to, for the error if it fails.
         """
         self.refuse_closed()
         refused: Exception | None = None
@@ -78,7 +121,11 @@ class Team:
         try:
             if self._control is not None:
                 batch.ask = self._ask
-                self._hello({**agreed, **batch.equal}, batch.own, refused)
+                try:
+                    self._hello(str(agreed), {**agreed, **batch.equal}, batch.own)
+                except PipeloomError:
+                    if refused is None:
+                        raise
             if refused is not None:
                 raise refused
             yield batch
@@ -92,7 +139,7 @@ class Team:
         if not self._ends.last or len({*self._ends.last_ranks}) == 1:
             return
         own = (run.losses, run.work.meshes.flat(run.outputs))
-        found = exchange(self.transport, self._ends.rank, self._ends.last_ranks, own)
+        found = self.peers.exchange(self._ends.last_ranks, own)
         kept = {rank: bool(outputs) for rank, (losses, outputs) in found.items() if losses or outputs}
         if len({*kept.values()}) > 1:
             raise PipelineError(
@@ -113,21 +160,6 @@ class Team:
                     self._ask(rank, "sizes")
             self._control.check()
 
-    def gather(self) -> None:
-        """Wait until all ranks are here, so that a collective finds them; raise if one of them failed."""
-        transport = self.transport
-        if transport is None:
-            return
-        if self._ends.rank == 0:
-            others = range(1, self._ranks)
-            for pending in [transport.receive(rank) for rank in others]:
-                pending.wait()
-            for rank in others:
-                transport.send(rank, None)
-        else:
-            transport.send(0, None)
-            transport.receive(0).wait()
-
     def refuse_closed(self) -> None:
         """Refuse what is asked of a pipeline that is closed."""
         if self._closed:
@@ -136,35 +168,44 @@ class Team:
     def close(self) -> None:
         """Let go of the connections."""
         self._closed = True
-        if self.transport is not None:
-            self.transport.close()
+        if self.peers.transport is not None:
+            self.peers.transport.close()
         if self._control is not None:
             self._control.close()
 
-    def _hello(self, equal: Mapping[str, Plain], own: Mapping[str, Plain], refused: Exception | None) -> None:
+    def _hello(self, about: str, equal: Mapping[str, Plain], own: Mapping[str, Plain], *, step: bool = True) -> None:
         assert self._control is not None
-        assert self.transport is not None
-        try:
-            self._control.begin(equal, own)
-            self.transport.begin(self._control.number)
-        except PipeloomError:
-            if refused is None:
-                raise
+        assert self.peers.transport is not None
+        self._control.begin(equal, own, step=step)
+        self.peers.transport.begin(self._control.number, zlib.crc32(about.encode()))
 
     def _ask(self, rank: int, name: str) -> str:
         assert self._control is not None
         return str(self._control.value(rank, name))
 
-    def _tell(self, control: Control, error: BaseException, where: tuple[Schedule, Action] | None) -> None:
+    def _tell(self, control: Control, error: BaseException, where: Place | None) -> None:
         if where is None:
             control.fail(error)
             return
-        schedule, action = where
-        part = action.computes[0] if action.computes else action
+        schedule, cell, part = where
         control.fail(
             error,
-            stage=part.stage,
-            microbatch=part.microbatch if part.microbatch >= 0 else None,
-            action=str(action),
-            rows=excerpt(schedule, self._ends.rank, schedule.rows[self._ends.rank].index(action)),
+            stage=part.stage if part is not None else None,
+            microbatch=part.microbatch if part is not None and part.microbatch >= 0 else None,
+            action=str(cell),
+            rows=excerpt(schedule, self.peers.rank, schedule.rows[self.peers.rank].index(cell)),
         )
+
+
+def _pairs(schedule: Schedule) -> set[tuple[int, int]]:
+    """Which rank sends tensors to which: along edges, and between copies, or ends that share a weight."""
+    wiring, placement = schedule.wiring, schedule.placement
+    edges = [(stage, target) for stage in range(wiring.total) for target in wiring.targets(stage)]
+    edges += [
+        (stage, other)
+        for stage in range(wiring.total)
+        for other in range(stage % wiring.stages, wiring.total, wiring.stages)
+    ]
+    edges += [(0, wiring.stages - 1)]
+    found = {(placement[one], placement[other]) for one, other in edges}
+    return {(one, other) for one, other in found | {(other, one) for one, other in found} if one != other}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import PipelineError
 from pipeloom.runtime.copies import ModelCopies, set_gradient
-from pipeloom.runtime.exchange import exchange, share
+from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import local
-from pipeloom.runtime.transport import Transport
 from pipeloom.schedule import Schedule
 
 
@@ -38,35 +36,20 @@ class Ties:
         PipelineError: copies of a stage do not fit each other; every rank raises.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        schedule: Schedule,
-        group: dist.ProcessGroup | None,
-        transport: Transport | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], schedule: Schedule, peers: Peers) -> None:
         self._modules = modules
         self._chain = schedule.wiring.stages
-        self._copies = ModelCopies(modules, schedule, group, transport, device)
-        self._group = group
-        self._rank, self._ranks = (group.rank(), group.size()) if group else (0, 1)
-        self._transport = transport
-        self._device = device
+        self._copies = ModelCopies(modules, schedule, peers)
+        self._peers = peers
         self._ties: list[_Tie] = []
         self.names: list[tuple[str, ...]] = []
         """The names that were tied, one tuple a weight."""
 
-    def add_all(self, ties: Sequence[Sequence[str]]) -> None:
-        """Add the ties that this rank's stages name; every rank calls this, also one that holds no stage."""
-        count = torch.tensor([len(ties)], device=self._device)
-        if self._group:
-            dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
-        lengths = torch.tensor([len(names) for names in ties] or [0] * int(count), device=self._device)
-        if self._group and len(lengths):
-            dist.all_reduce(lengths, dist.ReduceOp.MAX, group=self._group)
-        for index, length in enumerate(lengths.tolist()):
-            self.add(ties[index] if ties else [f"name {each}" for each in range(length)])
+    def add_all(self, ties: Iterable[Sequence[str]]) -> None:
+        """Add the ties that stages name, on whichever ranks they are; every rank calls this."""
+        said = self._peers.gather([list(names) for names in ties])
+        for names in sorted({tuple(names) for each in said for names in each}):
+            self.add(names)
 
     def add(self, names: Sequence[str]) -> None:
         """Tie the parameters of these names: all copies take on the value of the first, and stay equal from then on.
@@ -78,25 +61,26 @@ class Ties:
             PipelineError: a name is nowhere or in several stages, or shapes differ; every rank raises.
         """
         found = [_find(self._modules, name, self._chain) for name in names]
-        table = torch.zeros(3, self._ranks, len(names), dtype=torch.int64, device=self._device)
-        for index, places in enumerate(found):
-            first = list(dict.fromkeys(parameter for stage, parameter in places.items() if stage < self._chain))
-            table[0, self._rank, index] = len(places)
-            table[1, self._rank, index] = len(first)
-            table[2, self._rank, index] = _fingerprint(first[0]) if first else 0
-        if self._group:
-            dist.all_reduce(table, group=self._group)
-        held, counts, fingerprints = table.cpu()
-        _refuse_misfits(names, counts.sum(0).tolist(), fingerprints.sum(0).tolist())
-        holders = held.any(1).nonzero().flatten().tolist()
-        leader = int(counts[:, 0].argmax())
+        said = self._peers.gather([self._places(places) for places in found])
+        by_name = list(zip(*said, strict=True))
+        counts = [sum(first for _, first, _ in each) for each in by_name]
+        problems = _problems(names, counts, {print for each in by_name for _, first, print in each if first})
+        if problems:
+            self._peers.refuse(PipelineError("tie: " + "; ".join(problems)))
+        holders = [rank for rank, each in enumerate(said) if any(held for held, _, _ in each)]
+        leader = next(rank for rank, (_, first, _) in enumerate(by_name[0]) if first)
         own = list(dict.fromkeys(parameter for places in found for parameter in places.values()))
         if own:
-            value = share(self._transport, self._rank, leader, holders, local(own[0]))
+            value = self._peers.share(leader, holders, local(own[0]))
             for copy in own:
                 local(copy).copy_(value)
-        self._ties.append(_Tie(own, self._rank == leader, holders))
+        self._ties.append(_Tie(own, self._peers.rank == leader, holders))
         self.names.append(tuple(names))
+
+    def _places(self, places: Mapping[int, nn.Parameter]) -> tuple[int, int, int]:
+        """At how many places a parameter is here, how many it is in the first copy of the model, and its print."""
+        first = list(dict.fromkeys(parameter for stage, parameter in places.items() if stage < self._chain))
+        return len(places), len(first), _fingerprint(first[0]) if first else 0
 
     def parameters(self) -> set[nn.Parameter]:
         """This rank's parameters that are in several places."""
@@ -136,7 +120,7 @@ class Ties:
         for tie in self._ties:
             if tie.own:
                 brought = _sum([local(each.grad) for each in tie.own if each.grad is not None])
-                everywhere = exchange(self._transport, self._rank, tie.ranks, brought)
+                everywhere = self._peers.exchange(tie.ranks, brought)
                 parts = [everywhere[rank] for rank in tie.ranks if everywhere[rank] is not None]
                 set_gradient(tie.own, parts, tie.held)
                 tie.held = None
@@ -157,19 +141,18 @@ def _fingerprint(parameter: nn.Parameter) -> int:
     return zlib.crc32(f"{tuple(parameter.shape)} {parameter.dtype} {placements}".encode())
 
 
-def _refuse_misfits(names: Sequence[str], counts: Sequence[int], fingerprints: Sequence[int]) -> None:
+def _problems(names: Sequence[str], counts: Sequence[int], prints: Collection[int]) -> list[str]:
     problems = [f"no stage has a parameter '{name}'" for name, count in zip(names, counts, strict=True) if count == 0]
     problems += [
         f"{count} stages have a parameter '{name}'; say which: '3:{name}' is that of stage 3"
         for name, count in zip(names, counts, strict=True)
         if count > 1
     ]
-    if not problems and len(set(fingerprints)) > 1:
+    if not problems and len(prints) > 1:
         problems.append(f"{', '.join(names)} differ in shape or dtype, or in how they are sharded")
     if len(set(names)) < 2:
         problems.append("a tie takes two names or more")
-    if problems:
-        raise PipelineError("tie: " + "; ".join(problems))
+    return problems
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor | None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import socket
 import time
-
-import torch
+from array import array
 
 from pipeloom.action import Action
 from pipeloom.costs import Costs
+from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.times import Times
 from pipeloom.runtime.transport import Transport, Tree
 from pipeloom.schedule import Schedule
@@ -23,17 +23,15 @@ from pipeloom.timeline import Timeline
 _EXCHANGES = 16
 
 
-def trace(
-    schedule: Schedule, rank: int, times: Times, transport: Transport | None, device: torch.device
-) -> Timeline | None:
+def trace(schedule: Schedule, times: Times, peers: Peers) -> Timeline | None:
     """The timeline of a run of `schedule`, on rank 0; None on the others. Every rank calls this."""
     starts, ends = times.seconds()
+    transport = peers.transport
     if transport is None:
         return _timeline(schedule, [starts], [ends])
-    if rank:
-        row = ",".join(map(str, schedule.rows[rank]))
-        values = torch.tensor([starts, ends], dtype=torch.float64, device=device)
-        transport.send(0, (socket.gethostname(), row, values))
+    if peers.rank:
+        row = ",".join(map(str, schedule.rows[peers.rank]))
+        transport.send(0, (socket.gethostname(), row, array("d", starts).tobytes(), array("d", ends).tobytes()))
         if transport.receive(0).wait():
             for _ in range(_EXCHANGES):
                 transport.receive(0).wait()
@@ -42,23 +40,24 @@ def trace(
         return None
     rows, all_starts, all_ends = [schedule.rows[0]], [starts], [ends]
     for other in range(1, schedule.ranks):
-        host, row, values = _received(transport.receive(other).wait())
+        host, row, *values = _received(transport.receive(other).wait())
         elsewhere = host != socket.gethostname()
         transport.send(other, elsewhere)
         offset = _offset(transport, other)[0] if elsewhere else 0.0
         rows.append(tuple(Action.parse(cell) for cell in row.split(",") if cell))
-        for found, own in zip((all_starts, all_ends), (values - offset).tolist(), strict=True):
-            found.append(own)
+        for found, own in zip((all_starts, all_ends), values, strict=True):
+            found.append([time - offset for time in array("d", own)])
     return _timeline(schedule.with_rows(rows), all_starts, all_ends)
 
 
-def _received(message: Tree) -> tuple[str, str, torch.Tensor]:
+def _received(message: Tree) -> tuple[str, str, bytes, bytes]:
     assert isinstance(message, tuple)
-    host, row, values = message
+    host, row, starts, ends = message
     assert isinstance(host, str)
     assert isinstance(row, str)
-    assert isinstance(values, torch.Tensor)
-    return host, row, values
+    assert isinstance(starts, bytes)
+    assert isinstance(ends, bytes)
+    return host, row, starts, ends
 
 
 def _offset(transport: Transport, rank: int) -> tuple[float, float]:

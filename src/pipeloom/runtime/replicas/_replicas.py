@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeloom.action import Kind
 from pipeloom.errors import PipelineError
+from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas._average import average
 from pipeloom.runtime.replicas._copies import Copies
 from pipeloom.runtime.replicas._progress import Progress
@@ -24,18 +25,22 @@ class Replicas:
     Args:
         stages: this rank's, as the user gave them.
         group: the ranks of the pipeline.
+        peers: the same, to be asked.
         device: where collective calls have their tensors.
 
     Raises:
         PipelineError: the modules are wrapped in a way that cannot be run; every rank of the pipeline raises.
     """
 
-    def __init__(self, stages: Iterable[Stage], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, stages: Iterable[Stage], group: dist.ProcessGroup | None, peers: Peers, device: torch.device
+    ) -> None:
         given = list(stages)
         self._copies = {stage.index: Copies(stage.module) for stage in given}
         self.stages = [replace(stage, module=self._copies[stage.index].module) for stage in given]
         """This rank's stages without the wrappers that a pipeline takes the place of."""
         self._group = group
+        self._peers = peers
         self._device = device
         self._unreduced = False
         self._progress = Progress()
@@ -147,12 +152,13 @@ class Replicas:
         tensor /= self.count
 
     def refuse_misfits(self, schedule: Schedule) -> None:
-        """Refuse rows that lack what the modules need.
+        """Refuse rows that lack what the modules need; every rank calls this.
 
         Raises:
             PipelineError: sharded weights are not gathered, or gradients are not reduced.
         """
         there = {(cell.stage, cell.kind) for row in schedule.rows for cell in row}
+        problems = {}
         for stage, copies in self._copies.items():
             missing = []
             if copies.managed and (stage, Kind.UNSHARD) not in there:
@@ -161,46 +167,38 @@ class Replicas:
             if schedule.trains and self.reduces and trains and (stage, Kind.REDUCE_GRAD) not in there:
                 missing.append(f"REDUCE_GRAD (there are {self.count} replicas)")
             if missing:
-                raise PipelineError(
-                    f"{schedule.name} has no {' and no '.join(missing)} for stage {stage}; give rows that compute "
-                    "only, or add the cells: pipeloom.lower(schedule, shard=True, reduce=True)"
+                problems[stage] = (
+                    f"{schedule.name} has no {' and no '.join(missing)} for it; give rows that compute only, or add "
+                    "the cells: pipeloom.lower(schedule, shard=True, reduce=True)"
                 )
+        self._refuse(problems)
 
     def _agree(self) -> tuple[int, bool, bool]:
         pipeline = dist.get_process_group_ranks(self._group) if self._group else []
-        problems = {
-            stage: problem
-            for stage, copies in self._copies.items()
-            if (problem := copies.problem(pipeline)) is not None
-        }
+        self._refuse({stage: copies.problem(pipeline) for stage, copies in self._copies.items()})
         own = {copies.count for copies in self._copies.values()} - {0}
-        rank, ranks = (self._group.rank(), self._group.size()) if self._group else (0, 1)
-        table = torch.zeros(ranks, 4, dtype=torch.int64, device=self._device)
-        table[rank, 0] = max(own, default=0)
-        table[rank, 1] = min(own, default=0)
-        table[rank, 2] = any(copies.managed for copies in self._copies.values())
-        table[rank, 3] = len(problems)
-        if self._group:
-            dist.all_reduce(table, group=self._group)
-        most, least, managed, wrong = table.cpu().T.tolist()
-        _refuse(problems, wrong)
-        counts = sorted({*most, *least} - {0})
+        managed = any(copies.managed for copies in self._copies.values())
+        said = self._peers.gather((sorted(own), managed))
+        counts = sorted({count for counts, _ in said for count in counts})
         if len(counts) > 1:
-            each = ", ".join(f"rank {at}: {count}" for at, count in enumerate(most) if count)
-            raise PipelineError(f"all stages must have as many replicas, found {each} (some stages: {counts})")
-        self._known = most
+            each = ", ".join(f"rank {at}: {counts[-1]}" for at, (counts, _) in enumerate(said) if counts)
+            text = f"all stages must have as many replicas, found {each} (some stages: {counts})"
+            self._peers.refuse(PipelineError(text))
+        self._known = [bool(counts) for counts, _ in said]
         count = counts[0] if counts else 1
-        return count, any(managed), count > 1 or any(managed)
+        managed = any(each for _, each in said)
+        return count, managed, count > 1 or managed
 
     def _refuse_unequal(self) -> None:
-        found = {stage: copies.unequal(self._groups) for stage, copies in self._copies.items()}
-        problems = {stage: problem for stage, problem in found.items() if problem is not None}
-        rank, ranks = (self._group.rank(), self._group.size()) if self._group else (0, 1)
-        wrong = torch.zeros(ranks, dtype=torch.int64, device=self._device)
-        wrong[rank] = len(problems)
-        if self._group:
-            dist.all_reduce(wrong, group=self._group)
-        _refuse(problems, wrong.tolist())
+        self._refuse({stage: copies.unequal(self._groups) for stage, copies in self._copies.items()})
+
+    def _refuse(self, problems: Mapping[int, str | None] | Mapping[int, str]) -> None:
+        """Raise on all ranks if a stage has a problem on any, with all problems there are."""
+        said = self._peers.gather({stage: each for stage, each in problems.items() if each is not None})
+        found = sorted((stage, problem) for each in said for stage, problem in each.items())
+        if found:
+            text = "\n".join(f"stage {stage} cannot be run: {problem}" for stage, problem in found)
+            self._peers.refuse(PipelineError(text))
 
     def _process_groups(self) -> list[dist.ProcessGroup]:
         """The groups whose product are the replicas of this rank.
@@ -213,28 +211,17 @@ class Replicas:
         own = next((copies.groups for copies in self._copies.values() if copies.groups), [])
         if self._group is None or all(self._known):
             return own
-        leader = next(at for at, count in enumerate(self._known) if count)
+        leader = self._known.index(True)
         pipelines = torch.tensor([dist.get_process_group_ranks(self._group)], device=self._device)
-        if self._group.rank() == leader:
+        if self._peers.rank == leader:
             for group in own:
                 gathered = [torch.empty_like(pipelines) for _ in range(group.size())]
                 dist.all_gather(gathered, pipelines, group=group)
                 pipelines = torch.cat(gathered)
-        else:
-            pipelines = pipelines.new_empty(self.count, self._group.size())
-        dist.broadcast(pipelines, group=self._group, group_src=leader)
+        told = self._peers.share(leader, range(self._peers.ranks), pipelines.tolist())
         if own:
             return own
-        ranks = pipelines[:, self._group.rank()].tolist()
+        ranks = [pipeline[self._peers.rank] for pipeline in told]
         made = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         return [made]
-
-
-def _refuse(problems: Mapping[int, str], wrong: Sequence[int]) -> None:
-    """Raise on all ranks if there are problems on any; `wrong` counts them by rank."""
-    for stage, problem in problems.items():
-        raise PipelineError(f"stage {stage} cannot be run: {problem}")
-    for rank, count in enumerate(wrong):
-        if count:
-            raise PipelineError(f"rank {rank} of the pipeline cannot run its stages; its own message says why")

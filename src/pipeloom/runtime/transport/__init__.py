@@ -9,9 +9,31 @@ import torch.distributed as dist
 
 from pipeloom.runtime.transport._interface import Pending, Plain, Transport, Tree, Watch
 from pipeloom.runtime.transport._local import LocalTransport
+from pipeloom.runtime.transport._rendezvous import unique
 from pipeloom.runtime.transport._torch import TorchTransport
 
-__all__ = ["Pending", "Plain", "Transport", "Tree", "Watch", "connect"]
+__all__ = [
+    "LocalTransport",
+    "Pending",
+    "Plain",
+    "TorchTransport",
+    "Transport",
+    "Tree",
+    "Watch",
+    "connect",
+    "over_torch",
+]
+
+
+def over_torch(transport: str, device: torch.device) -> bool:
+    """Whether tensors go over torch.distributed.
+
+    `transport` is "local" (our own), "torch" (torch.distributed's), or "auto": our own for CPU tensors, torch's for
+    GPUs.
+    """
+    if transport not in ("auto", "local", "torch"):
+        raise ValueError(f"transport is {transport!r}; it is 'auto', 'local' or 'torch'")
+    return transport == "torch" or (transport == "auto" and device.type != "cpu")
 
 
 def connect(
@@ -24,13 +46,10 @@ def connect(
 ) -> Transport:
     """A transport between all ranks of `group`; every rank of it calls this, in the same order.
 
-    `transport` is "local" (our own), "torch" (torch.distributed's), or "auto": our own for CPU tensors, torch's for
-    GPUs. Tensors arrive on `device`. Waits end with an error when `watch` knows of a failure. `pairs` are the (sender,
-    receiver) that will be used, by default all; a GPU's communicators are set up for these.
+    Tensors arrive on `device`. Waits end with an error when `watch` knows of a failure. `pairs` are the (sender,
+    receiver) between which tensors go over torch.distributed, by default all.
     """
-    if transport not in ("auto", "local", "torch"):
-        raise ValueError(f"transport is {transport!r}; it is 'auto', 'local' or 'torch'")
     device = torch.device(device)
-    if transport == "torch" or (transport == "auto" and device.type != "cpu"):
-        return TorchTransport(group, device, watch, pairs)
-    return LocalTransport(group, device, watch)
+    over = over_torch(transport, device)
+    local = LocalTransport(group, unique(group, "transport"), device, watch)
+    return TorchTransport(local, group, device, watch, pairs) if over else local

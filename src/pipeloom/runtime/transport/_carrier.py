@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeloom.runtime.transport._tree import Spec
 
 Part: TypeAlias = tuple[torch.Tensor, dist.Work | None]
 """A tensor on its way, and what ends with its arrival."""
+
+
+class Backend(Protocol):
+    """What torch.distributed calls a backend: some ranks, numbered from 0, and how tensors go between them."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
 
 
 class Carrier(Protocol):
@@ -50,8 +60,20 @@ class Carrier(Protocol):
         """Let go of the groups."""
 
 
-def private(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    """A group of these ranks of the world, with the backend of `group`. They call this in the same order."""
-    made = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+def private(group: dist.ProcessGroup, name: str, ranks: Sequence[int], device: torch.device) -> Backend:
+    """What connects these `ranks` of `group`, and nobody else uses: gloo for CPU tensors, NCCL for GPU tensors.
+
+    Each of the ranks calls this, with one name that is new; a rank is counted by its place in `ranks` there. These are
+    none of the groups that torch.distributed knows, as `dist.new_group(use_local_synchronization=True)` names them by
+    how many groups a process has. Where ranks have made different numbers of them, or one was destroyed, ranks that
+    should meet wait for each other under different names, or find what another group has left under theirs.
+    """
+    base = group.get_group_store()
+    store = PrefixStore(name, base)
+    rank = ranks.index(group.rank())
+    timeout = base.timeout  # type: ignore[attr-defined]  # the stubs do not know it
+    if device.type == "cpu":
+        return cast(Backend, dist.ProcessGroupGloo(store, rank, len(ranks), timeout))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return cast(Backend, dist.ProcessGroupNCCL(store, rank, len(ranks), options))

@@ -22,8 +22,9 @@ from pipeloom.runtime.transport._tree import LARGEST_HEADER, Layout, Spec, read
 
 _CPU = torch.device("cpu")
 _BLOCK = 64
-"""A message is the number of its step and the length of its header, 4 bytes each, the header, zeros up to a multiple of
-this, and the tensors."""
+"""A message is the number of its call, what that is about, and the length of its header, 4 bytes each, the header,
+zeros up to a multiple of this, and the tensors."""
+_CALL = 8
 
 
 class Connection:
@@ -34,7 +35,7 @@ class Connection:
         self.posted = Posted(self._receive)
         self._rank, self._host = peer.rank, peer.host
         self._sender, self._device, self._watch = sender, device, watch
-        self._number, self._step = 0, bytes(4)
+        self._number, self._call = 0, bytes(_CALL)
         self._left: deque[_Left] = deque()
         self._first = self._got = b""
         self._unread = 0
@@ -46,12 +47,12 @@ class Connection:
         if watch is not None:
             self._poll.register(watch.fileno(), select.POLLIN)
 
-    def begin(self, number: int) -> None:
-        self._number, self._step = number, number.to_bytes(4, "little")
+    def begin(self, number: int, about: int) -> None:
+        self._number, self._call = number, number.to_bytes(4, "little") + about.to_bytes(4, "little")
         self.posted.forget()
 
     def send(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        head = self._step + _framed(header)
+        head = self._call + _framed(header)
         runs: list[Run] = [(head, len(head))]
         total = len(head)
         tensors = [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors]
@@ -96,7 +97,7 @@ class Connection:
             raise self._failure()
 
     def ready(self) -> bool:
-        """Whether the next message of this step has begun to arrive."""
+        """Whether the next message of this call has begun to arrive."""
         if self._unread:
             return False
         if not self._first:
@@ -106,31 +107,31 @@ class Connection:
             self._got += self.link.give_bytes(_BLOCK - len(self._got))
             if len(self._got) == _BLOCK:
                 self._first, self._got = self._got, b""
-        return int.from_bytes(self._first[:4], "little") == self._number if self._first else False
+        return self._first[:_CALL] == self._call
 
     def _has_left(self) -> bool:
-        """Whether all of this step has; what an earlier one left behind does not matter."""
+        """Whether all of this call has; what an earlier one left behind does not matter."""
         return not self._left or self._left[-1].number < self._number
 
-    def head(self) -> tuple[int, Layout]:
-        """The number of the next message's step, and its layout. It waits for these, and may be called again after that
-        ended in an error."""
+    def head(self) -> tuple[bool, Layout]:
+        """Whether the next message is of this call, or left from an earlier one, and its layout. It waits for these,
+        and may be called again after that ended in an error."""
         self._skip()
         if not self._first:
             self._first = self._get(_BLOCK)
-        number = int.from_bytes(self._first[:4], "little")
-        if number > self._number:  # it went on after this step had failed
+        call = self._first[:_CALL]
+        if call != self._call and int.from_bytes(call[:4], "little") >= self._number:  # that rank does something else
             raise self._failure()
-        layout = self._read_header(self._first[4:])
+        layout = self._read_header(self._first[_CALL:])
         self._first = b""
-        return number, layout
+        return call == self._call, layout
 
     def _receive(self) -> Tree:
-        """The next message of this step. A receive that ended in an error is taken up where it was."""
+        """The next message of this call. A receive that ended in an error is taken up where it was."""
         while True:
-            number, layout = self.head()
+            current, layout = self.head()
             self._unread = layout.nbytes
-            if number == self._number:
+            if current:
                 return layout.build([self._receive_tensor(spec) for spec in layout.specs])
 
     def _read_header(self, first: bytes) -> Layout:
@@ -179,17 +180,11 @@ class Connection:
 
     def _wait(self) -> None:
         """Wait for something to arrive."""
-        ready = self._poll.poll()
-        try:
-            if len(ready) == 1 and ready[0][0] == self.link.readable:
-                self.link.refill()
+        self._poll.poll()
+        with contextlib.suppress(OSError):
+            if self.link.refill():  # what has come counts, also beside a failure: it was sent before
                 return
-            if self._watch is not None and self._watch.fileno() in dict(ready):
-                raise self._failure()
-            if not self.link.refill():
-                raise self._failure()
-        except OSError:
-            raise self._failure() from None
+        raise self._failure()
 
     def _failure(self) -> PipeloomError:
         if self._watch is not None:
@@ -198,11 +193,11 @@ class Connection:
 
 
 def _padded(length: int) -> int:
-    return -(-(8 + length) // _BLOCK) * _BLOCK
+    return -(-(_CALL + 4 + length) // _BLOCK) * _BLOCK
 
 
 def _frame(header: bytes) -> bytes:
-    return (len(header).to_bytes(4, "little") + header).ljust(_padded(len(header)) - 4, b"\0")
+    return (len(header).to_bytes(4, "little") + header).ljust(_padded(len(header)) - _CALL, b"\0")
 
 
 _frame_remembered = lru_cache(maxsize=1024)(_frame)
@@ -216,7 +211,7 @@ def _framed(header: bytes) -> bytes:
 def _of_one_block(first: bytes) -> Layout | None:
     """What the header in a message's first block describes, or None if it goes on."""
     length = int.from_bytes(first[:4], "little")
-    return read(first[4 : 4 + length]) if length <= _BLOCK - 8 else None
+    return read(first[4 : 4 + length]) if length <= _BLOCK - _CALL - 4 else None
 
 
 class _Left:

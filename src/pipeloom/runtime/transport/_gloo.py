@@ -38,11 +38,9 @@ _CPU = torch.device("cpu")
 class Gloo:
     """The tensors of one pipeline, in a group of its own."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        ranks = dist.get_process_group_ranks(group)
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self._rank = group.rank()
-        self._up, self._down = private(group, ranks), private(group, ranks)
-        self._peers = [dist.get_group_rank(self._up, rank) for rank in ranks]
+        self._up, self._down = (private(group, f"{name}/{way}", range(group.size()), _CPU) for way in ("up", "down"))
         self._pending = _Pending()
         self._ahead: dict[_Key, deque[Part]] = {}
         """Receives that no header has come for, in order."""
@@ -62,7 +60,7 @@ class Gloo:
                 copy = tensor.detach().to(_CPU, copy=True)
                 data = copy if copy.is_contiguous() else flat(copy)
                 group = self._up if self._rank < rank else self._down
-                self._pending.add(group.send([data], self._peers[rank], _tag(copy.nbytes)), copy)
+                self._pending.add(group.send([data], rank, _tag(copy.nbytes)), copy)
 
     def receive(self, rank: int, specs: Sequence[Spec]) -> list[Part]:
         parts: list[Part] = []
@@ -101,8 +99,7 @@ class Gloo:
     def close(self) -> None:
         self._pending.close()
         self._ahead.clear()
-        for group in (self._up, self._down):
-            dist.destroy_process_group(group)
+        del self._up, self._down
 
     def _take(self, key: _Key) -> Part:
         ahead = self._ahead.get(key)
@@ -128,7 +125,7 @@ class Gloo:
         rank, nbytes = key
         memory = torch.empty(nbytes, dtype=torch.uint8)
         group = self._up if rank < self._rank else self._down
-        return memory, group.recv([memory], self._peers[rank], _tag(nbytes))
+        return memory, group.recv([memory], rank, _tag(nbytes))
 
 
 def _tag(nbytes: int) -> int:

@@ -33,13 +33,14 @@ class Transport(Protocol):
     The k-th send to a rank meets the k-th receive from it. One thread uses a transport.
     """
 
-    def begin(self, number: int) -> None:
-        """A step begins, whose number is the same on all ranks and larger than any before.
+    def begin(self, number: int, about: int = 0) -> None:
+        """A call of all ranks begins, whose number is the same on all and larger than any before.
 
-        What is left of earlier steps that failed is forgotten, and none of it is received.
+        What is left of earlier calls that failed is forgotten, and none of it is received; nor is what a rank sends
+        in this one when it is `about` something else there.
 
         Raises:
-            PipelineError: no step can succeed after one that failed.
+            PipelineError: no call can succeed after one that failed.
         """
 
     def send(self, rank: int, value: Tree) -> None:

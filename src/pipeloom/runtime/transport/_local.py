@@ -18,21 +18,28 @@ class LocalTransport:
     """Needs nothing but the group's store. Tensors on a GPU go through the host's memory."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, watch: Watch | None = None, *, rings: bool = True
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        device: torch.device,
+        watch: Watch | None = None,
+        *,
+        rings: bool = True,
     ) -> None:
+        self.name = name
         self._sender = Sender()
         self.connections: dict[int, Connection] = {}
         rank = group.rank()
-        for other, peer in sorted(meet(group, "transport", unix=rings and _ring.available()).items()):
+        for other, peer in sorted(meet(group, name, unix=rings and _ring.available(), watch=watch).items()):
             try:
                 link = _ring.Ring(peer.socket, creates=rank < other) if peer.same_host else Stream(peer.socket)
             except ConnectionError as error:
                 raise PeerFailed(other, f"it ended before it could share memory ({error})", host=peer.host) from None
             self.connections[other] = Connection(peer, link, self._sender, device, watch)
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, about: int = 0) -> None:
         for connection in self.connections.values():
-            connection.begin(number)
+            connection.begin(number, about)
 
     def send(self, rank: int, value: Tree) -> None:
         self.connections[rank].send(*pack(value))

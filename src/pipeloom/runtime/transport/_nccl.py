@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from pipeloom.runtime.transport._carrier import Part, private
+from pipeloom.runtime.transport._carrier import Backend, Part, private
 from pipeloom.runtime.transport._tree import Spec, flat
 
 
@@ -24,18 +24,17 @@ class Nccl:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, pairs: Collection[tuple[int, int]] | None
+        self, group: dist.ProcessGroup, name: str, device: torch.device, pairs: Collection[tuple[int, int]] | None
     ) -> None:
         self._device = device
-        self._ranks = dist.get_process_group_ranks(group)
         self._rank, size = group.rank(), group.size()
         self._stream = torch.cuda.Stream(device)
         self._sent: deque[Part] = deque()
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, int], Backend] = {}
         everyone = [(sender, receiver) for sender in range(size) for receiver in range(size) if sender != receiver]
         for pair in sorted(everyone if pairs is None else pairs):
             if self._rank in pair:
-                self._groups[pair] = private(group, [self._ranks[rank] for rank in pair])
+                self._groups[pair] = private(group, f"{name}/{pair[0]} to {pair[1]}", pair, device)
                 self._set_up(*pair)
 
     def _set_up(self, sender: int, receiver: int) -> None:
@@ -54,7 +53,7 @@ class Nccl:
         for tensor in tensors:
             if tensor.numel():
                 copy = tensor.detach().to(self._device, copy=True)
-                work = dist.isend(flat(copy), self._ranks[rank], self._groups[self._rank, rank])
+                work = self._groups[self._rank, rank].send([flat(copy)], 1, 0)
                 self._sent.append((copy, work))
 
     def receive(self, rank: int, specs: Sequence[Spec]) -> list[Part]:
@@ -81,7 +80,7 @@ class Nccl:
     def close(self) -> None:
         self._sent.clear()
         for group in self._groups.values():
-            dist.destroy_process_group(group)
+            group.shutdown()
         self._groups.clear()
 
     def _irecv(self, rank: int, spec: Spec) -> Part:
@@ -90,7 +89,7 @@ class Nccl:
             tensor = spec.allocate(self._device)
             if not spec.nbytes:
                 return tensor, None
-            return tensor, dist.irecv(flat(tensor), self._ranks[rank], self._groups[rank, self._rank])
+            return tensor, self._groups[rank, self._rank].recv([flat(tensor)], 0, 0)
 
     def _ended(self, part: Part) -> bool:
         _, work = part

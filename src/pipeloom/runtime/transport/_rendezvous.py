@@ -27,7 +27,7 @@ from pipeloom.errors import PeerFailed
 from pipeloom.runtime.transport._handshake import Card, accept, addresses, prove, tcp_listener, ways
 from pipeloom.runtime.transport._interface import Watch
 
-_MET: Counter[str] = Counter()
+_NAMES: Counter[tuple[str, str]] = Counter()
 _SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """All that ranks met on."""
 _SECONDS_A_LOOK = 0.4
@@ -43,15 +43,22 @@ class Peer(NamedTuple):
     same_host: bool
 
 
+def unique(group: dist.ProcessGroup, purpose: str) -> str:
+    """A name that nothing else of this group has; every rank of the group calls this, in the same order."""
+    key = group.group_name, purpose
+    _NAMES[key] += 1
+    return f"pipeloom/{purpose}/{_NAMES[key]}"
+
+
 def meet(
     group: dist.ProcessGroup,
-    purpose: str,
+    name: str,
     *,
     unix: bool = True,
     seconds: float | None = None,
     watch: Watch | None = None,
 ) -> dict[int, Peer]:
-    """A blocking socket to every other rank of `group`, by rank. Every rank of the group calls this, in the same order.
+    """A blocking socket to every other rank of `group`, by rank. Every rank calls this, with one name that is new.
 
     Without `unix`, ranks of one host meet over TCP as well. A rank that ends in here is noticed soon by those it has
     told its host. What else has failed `watch` says; where there is none yet, and the group has gloo, gloo notices a
@@ -61,8 +68,6 @@ def meet(
     Raises:
         PeerFailed: a rank did not come in time, or ended meanwhile.
     """
-    name = f"pipeloom/{purpose}/{_MET[f'{group.group_name}/{purpose}']}"
-    _MET[f"{group.group_name}/{purpose}"] += 1
     base = group.get_group_store()
     store = PrefixStore(name, base)
     if seconds is None:

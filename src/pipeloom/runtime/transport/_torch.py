@@ -19,7 +19,10 @@ from pipeloom.runtime.transport._tree import Layout, pack
 
 
 class TorchTransport:
-    """Headers go over our own transport, from processor to processor; tensors over torch.distributed.
+    """Headers go over our own transport, `local`, from processor to processor; tensors over torch.distributed.
+
+    Between ranks that are not among `pairs`, (sender, receiver), tensors go over our own as well. On GPUs each pair
+    takes a communicator and its memory.
 
     So what a message holds is what its own header says, and a rank that fails is noticed while waiting for it. The
     header leaves after the tensors: when it has come, they are on their way. A message of a failed step is received
@@ -28,33 +31,34 @@ class TorchTransport:
 
     def __init__(
         self,
+        local: LocalTransport,
         group: dist.ProcessGroup,
         device: torch.device,
         watch: Watch | None = None,
         pairs: Collection[tuple[int, int]] | None = None,
     ) -> None:
-        self._watch, self._rank = watch, group.rank()
-        self._number = 0
+        self._watch, self._rank, self._pairs = watch, group.rank(), pairs
         self._aborted = False
         self._between = False
         """Whether tensors and their header are being parted or brought together."""
-        self._headers = LocalTransport(group, torch.device("cpu"), watch)
+        self._headers = local
         self._waiting: defaultdict[int, deque[_Incoming]] = defaultdict(deque)
         """What was posted and has no header yet."""
         self._coming: set[_Incoming] = set()
         """What has a header and was not waited for."""
-        self._carrier: Carrier = Gloo(group) if device.type == "cpu" else Nccl(group, device, pairs)
+        self._carrier: Carrier = (
+            Gloo(group, local.name) if device.type == "cpu" else Nccl(group, local.name, device, pairs)
+        )
         if watch is not None and device.type != "cpu":
             watch.on_failure(self.abort)
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, about: int = 0) -> None:
         if self._aborted or self._between:
             raise PipelineError(
                 "a step failed in the middle of a message, and what was in flight cannot be told apart after that; "
                 "start the ranks again"
             )
-        self._number = number
-        self._headers.begin(number)
+        self._headers.begin(number, about)
         for incoming in self._coming:
             self._carrier.drop(incoming.parts)
         self._coming.clear()
@@ -66,7 +70,14 @@ class TorchTransport:
         self._aborted = True
         self._carrier.abort()
 
+    def _apart(self, sender: int, receiver: int) -> bool:
+        """Whether tensors from `sender` to `receiver` travel apart from their header."""
+        return self._pairs is None or (sender, receiver) in self._pairs
+
     def send(self, rank: int, value: Tree) -> None:
+        if not self._apart(self._rank, rank):
+            self._headers.send(rank, value)
+            return
         header, tensors = pack(value)
         self._between = True
         try:
@@ -77,6 +88,8 @@ class TorchTransport:
         self._between = False
 
     def receive(self, rank: int) -> Pending:
+        if not self._apart(rank, self._rank):
+            return self._headers.receive(rank)
         incoming = _Incoming(self, rank)
         waiting = self._waiting[rank]
         waiting.append(incoming)
@@ -86,13 +99,13 @@ class TorchTransport:
 
     def start_next(self, rank: int) -> None:
         """Wait for the next header from `rank`, and have its tensors received for the receive that was posted."""
-        number, layout = self._headers.connections[rank].head()
+        current, layout = self._headers.connections[rank].head()
         self._between = True
         try:
             parts = self._carrier.receive(rank, layout.specs)
         except RuntimeError as error:
             raise self._failure(rank, error) from error
-        if number == self._number:
+        if current:
             incoming = self._waiting[rank].popleft()
             incoming.layout, incoming.parts = layout, parts
             self._coming.add(incoming)

@@ -1,0 +1,221 @@
+"""Ranks that make different pipelines or different calls: everybody hears of it at once, and may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import WIDTH
+from pipeloom.action import Kind
+from pipeloom.errors import DisagreementError, PeerFailed, PipelineError
+from pipeloom.runtime.launcher import launch
+from pipeloom.runtime.overlap import Part
+from soak import BoomError
+from test_pipeline import make, square
+
+RANKS = 3
+
+
+class Pair(nn.Module):
+    """Two weights that could be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.other(self.linear(x))
+        return result
+
+
+def pipeline(name: str = "1F1B", ranks: int = RANKS, **options: Any) -> pl.Pipeline:
+    schedule = make(name, ranks, 4)
+    stages = [pl.Stage(Pair(), stage) for stage in schedule.stages_of(dist.get_rank())]
+    return pl.Pipeline(stages, schedule, loss_fn=square, **options)
+
+
+def run(pipe: pl.Pipeline, call: Callable[..., Any]) -> None:
+    x = torch.ones(8, WIDTH)
+    call(*([x] if pipe.first else []), target=x if pipe.last else None)
+
+
+def calls(pipe: pl.Pipeline, folder: Path) -> dict[str, Callable[[], object]]:
+    """All calls that every rank makes."""
+    return {
+        "step": lambda: run(pipe, pipe.step),
+        "eval": lambda: run(pipe, pipe.eval),
+        "loss": pipe.loss,
+        "clip_grad_norm_": lambda: pipe.clip_grad_norm_(1.0),
+        "trace": pipe.trace,
+        "tie": lambda: pipe.tie("0:linear.weight", "0:other.weight"),
+        "save": lambda: pl.save(folder / "checkpoint", pipe),
+        "load": lambda: pl.load(folder / "checkpoint", pipe),
+    }
+
+
+def both(one: Callable[[], object], other: Callable[[], object]) -> None:
+    one()
+    other()
+
+
+def call_another(one: str, folder: Path, transport: Literal["local", "torch"]) -> None:
+    """Rank 1 makes every call in which another is due, and the next step is right every time."""
+    pipe = pipeline(transport=transport)
+    every = calls(pipe, folder)
+    for another in every:
+        if another == one:
+            continue
+        every["step"]()
+        mine = every[another if dist.get_rank() == 1 else one]
+        with pytest.raises(DisagreementError, match=r"call is '.*' on ranks 0, 2 and '.*' on rank 1"):
+            both(mine, pipe.loss)
+        for module in pipe.modules.values():
+            module.zero_grad()
+    every["step"]()
+    pipe.close()
+
+
+@pytest.mark.parametrize("transport", ["local", "torch"])
+@pytest.mark.parametrize("one", ["step", "eval", "loss", "clip_grad_norm_", "trace", "tie", "save", "load"])
+def test_calls_that_differ(one: str, transport: Literal["local", "torch"], tmp_path: Path) -> None:
+    launch(call_another, RANKS, one, tmp_path, transport, timeout=30.0)
+
+
+def tie_others() -> None:
+    pipe = pipeline()
+    with pytest.raises(DisagreementError, match=r"names is '0:linear.weight 0:other.weight' on ranks 0, 2 and "):
+        pipe.tie(*(f"{int(dist.get_rank() == 1)}:{name}.weight" for name in ("linear", "other")))
+    with pytest.raises(PipelineError, match="no stage has a parameter '9:weight'"):
+        pipe.tie("9:weight", "0:linear.weight")
+    run(pipe, pipe.step)
+    pipe.close()
+
+
+def test_ties_that_differ() -> None:
+    launch(tie_others, RANKS, timeout=30.0)
+
+
+def make_others() -> None:
+    rank = dist.get_rank()
+    options: dict[str, tuple[Any, Any]] = {
+        "transport": ("local", "torch"),
+        "seed": (1, None),
+        "weight": ("samples", "equal"),
+    }
+    for name, values in options.items():
+        with pytest.raises(DisagreementError, match=f"{name} is '"):
+            pipeline(**{name: values[rank == 1]})
+    pipe = pipeline()
+    run(pipe, pipe.step)
+    pipe.close()
+
+
+def test_options_that_differ() -> None:
+    launch(make_others, RANKS, timeout=30.0)
+
+
+def refused_on_one() -> None:
+    """What one rank alone is refused, the others hear; what all are refused, each says itself."""
+    rank = dist.get_rank()
+    mistakes: dict[str, Callable[[], object]] = {
+        "places stages": lambda: pl.Pipeline([pl.Stage(Pair(), 7)], make("1F1B", RANKS, 4)),
+        "is given twice": lambda: pl.Pipeline([pl.Stage(Pair(), 1)] * 2, make("1F1B", RANKS, 4)),
+        "boom": lambda: pl.Pipeline(boom(), make("1F1B", RANKS, 4)),
+    }
+    for text, mistake in mistakes.items():
+        for wrong in ([1], range(RANKS)):
+            expected = (PipelineError, BoomError) if rank in wrong else PeerFailed
+            with pytest.raises(expected, match=text):
+                mistake() if rank in wrong else pipeline()
+    pipe = pipeline()
+    run(pipe, pipe.step)
+    pipe.close()
+
+
+def boom() -> Iterator[pl.Stage]:
+    yield pl.Stage(Pair(), dist.get_rank())
+    raise BoomError("boom")
+
+
+def test_a_pipeline_that_one_rank_cannot_make() -> None:
+    launch(refused_on_one, RANKS, timeout=30.0)
+
+
+def one_after_another(transport: Literal["local", "torch"]) -> None:
+    """Pipelines that were closed and some that were not, in any order."""
+    open_ones = []
+    for keep in (False, True, False, False, True, False):
+        pipe = pipeline(transport=transport)
+        run(pipe, pipe.step)
+        if keep:
+            open_ones.append(pipe)
+        else:
+            pipe.close()
+    for pipe in open_ones:
+        run(pipe, pipe.step)
+        pipe.close()
+
+
+@pytest.mark.parametrize("transport", ["local", "torch"])
+def test_pipelines_one_after_another(transport: Literal["local", "torch"]) -> None:
+    launch(one_after_another, RANKS, transport, timeout=30.0)
+
+
+class Breaks(nn.Module):
+    """Raises in one of its forwards, or in the backward of it."""
+
+    def __init__(self, number: int, kind: Kind) -> None:
+        super().__init__()
+        self.pair, self.number, self.kind, self.calls = Pair(), number, kind, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        number, self.calls = self.calls, self.calls + 1
+        result: Tensor = self.pair(x)
+        if number == self.number:
+            if self.kind is Kind.F:
+                raise BoomError
+            result.register_hook(self._raise)
+        return result
+
+    def _raise(self, _: Tensor) -> Tensor:
+        raise BoomError
+
+
+def in_turn(one: Part, other: Part) -> None:
+    other()
+    one()
+
+
+def break_a_part(stage: int, kind: Kind, registered: bool) -> None:
+    schedule = make("DualPipeV", 4, 8)
+    held = schedule.stages_of(dist.get_rank())
+    row = schedule.rows[schedule.placement[stage]]
+    cell, part = next((cell, each) for cell in row for each in cell.parts if (each.stage, each.kind) == (stage, kind))
+    forwards = [
+        each.microbatch for every in row for each in every.computes if (each.stage, each.kind) == (stage, Kind.F)
+    ]
+    modules = {each: Breaks(forwards.index(part.microbatch), kind) if each == stage else Pair() for each in held}
+    pipe = pl.Pipeline([pl.Stage(module, each) for each, module in modules.items()], schedule, loss_fn=square)
+    if registered:
+        pipe.register("OVERLAP_F_B", in_turn)
+    with pytest.raises(BoomError if stage in held else PeerFailed) as caught:
+        run(pipe, pipe.step)
+    if stage not in held:
+        assert isinstance(caught.value, PeerFailed)
+        assert (caught.value.stage, caught.value.microbatch) == (stage, part.microbatch)
+        assert caught.value.action == str(cell)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("stage", [1, 6])
+@pytest.mark.parametrize("kind", [Kind.F, Kind.B])
+def test_the_part_of_a_composite_that_failed_is_named(stage: int, kind: Kind, registered: bool) -> None:
+    launch(break_a_part, 4, stage, kind, registered, timeout=30.0)
