@@ -232,6 +232,22 @@ def test_what_is_wrong_is_said(pipeloom: Run, tmp_path: Path, command: str) -> N
     assert "ranks" in err
 
 
+def test_search_names_the_file_of_costs_and_takes_minus_for_the_standard_output(
+    pipeloom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    search = ("search", "--ranks", "1", "--microbatches", "1", "--seconds", "0")
+    status, out, err = pipeloom(*search, "--costs", "missing.json")
+    assert (status, out) == (2, "")
+    assert err.startswith("pipeloom: --costs 'missing.json' cannot be read: No such file")
+    Path("costs.json").write_text('{"F": [1, 2, 3]}')
+    status, out, err = pipeloom(*search, "--costs", "costs.json")
+    assert (status, out) == (1, "")
+    assert "costs.json: F: expected 2 numbers, one a stage, got 3" in err
+    assert pipeloom(*search, "-o", "-")[:2] == pipeloom(*search)[:2]
+    assert not Path("-").exists()
+
+
 @pytest.mark.parametrize("command", ["simulate", "draw", "compare", "explain", "split"])
 def test_files_that_cannot_be_read_are_bad_usage(pipeloom: Run, tmp_path: Path, command: str) -> None:
     missing = str(tmp_path / "missing.json")

@@ -329,6 +329,25 @@ def test_a_measured_trace_is_in_microseconds(tmp_path: Path) -> None:
     assert max(event["ts"] + event["dur"] for event in drawn) == pytest.approx(1e6 * timeline.makespan, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("unit", "microseconds"), [(1, 1e3), (1e3, 1e3), (0.04, 1e3), (0.02, 1e6), (1e-3, 1e6), (1e-9, 1e12)]
+)
+def test_a_simulated_trace_shows_every_action_in_any_unit(tmp_path: Path, unit: float, microseconds: float) -> None:
+    timeline = pl.simulate(made("1F1B", 4, 8), pl.Costs(F=unit, I=unit, W=unit))
+    drawn = [event for event in chrome(timeline, tmp_path / "trace.json") if event["ph"] == "X"]
+    assert {round(event["dur"] / (unit * microseconds), 2) for event in drawn} == {1, 2}
+
+
+def test_measured_and_simulated_traces_have_one_scale(tmp_path: Path) -> None:
+    run = measured()
+    pl.draw([run, pl.simulate(run.schedule, run.costs)], tmp_path / "both.json")
+    drawn = [event for event in json.loads((tmp_path / "both.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    ends = [
+        max(event["ts"] + event["dur"] for event in drawn if (event["pid"] > 3) is second) for second in (False, True)
+    ]
+    assert ends[1] == pytest.approx(ends[0], rel=0.2)
+
+
 def test_figures() -> None:
     found = figures(pl.simulate(made("1F1B", 4, 8), pl.Costs(output_size=2, gradient_size=3)))
     assert (found["makespan"], found["messages"], found["volume"]) == (33, 48, 3 * 8 * 2 + 3 * 8 * 3)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pipeloom.cli._answer import INTERRUPTED, AsJson, UsageError, answer, answer_json
-from pipeloom.cli._timelines import CostsFile
+from pipeloom.cli._timelines import CostsFile, read_costs
 from pipeloom.costs import Costs
 from pipeloom.drawing import between, figures, number
+from pipeloom.errors import CostsError
 from pipeloom.simulator import simulate
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ def search(
         typer.Option(min=0, help="How much to search instead, in units of about a second; the answer is repeatable."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schedule to a CSV file.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the schedule to a CSV file; - is the standard output."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,9 +64,11 @@ def search(
     """
     from pipeloom.searcher import search as find
 
+    if output is not None and str(output) == "-":
+        output = None
     if output is not None:
         _refuse_unwritable(output)
-    priced = Costs() if costs is None else Costs.from_json(costs)
+    priced = Costs() if costs is None else read_costs(costs)
     try:
         with progress_of(None if work is not None else seconds) as progress:
             found = find(
@@ -78,6 +84,8 @@ def search(
                 work=work,
                 progress=progress,
             )
+    except CostsError as error:
+        raise error.of(str(costs)) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     text = found.schedule.to_csv()

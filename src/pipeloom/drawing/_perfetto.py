@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,10 +11,10 @@ from pipeloom.action import COMMUNICATION
 from pipeloom.drawing._figures import title
 from pipeloom.drawing._palette import WORDS
 from pipeloom.errors import DrawingError, shown
-from pipeloom.timeline import Event, Timeline
+from pipeloom.timeline import ROUNDING, Event, Timeline
 
-_UNIT = 1e-3
-"""A unit of simulated time is shown as a millisecond, which Perfetto can show."""
+_SHORTEST = 1e6
+"""No trace lasts fewer nanoseconds: Perfetto shows whole ones."""
 
 
 class _Track(NamedTuple):
@@ -49,13 +50,14 @@ def chrome_json(timelines: Sequence[Timeline]) -> Iterator[str]:
 
 def _chrome_events(timelines: Sequence[Timeline]) -> Iterator[dict[str, object]]:
     process = 1
+    nanoseconds = _nanoseconds(timelines)
     for number, timeline in enumerate(timelines):
         for rank in range(timeline.schedule.ranks):
             name = f"{shown(timeline.schedule.name)} rank {rank}"
             yield {"ph": "M", "pid": process + rank, "name": "process_name", "args": {"name": name}}
             yield {"ph": "M", "pid": process + rank, "name": "process_sort_index", "args": {"sort_index": rank}}
         threads: dict[_Track, int] = {}
-        for each in _slices(number, timeline):
+        for each in _slices(number, timeline, nanoseconds):
             pid = process + each.track.rank
             if each.track not in threads:
                 thread = threads[each.track] = len(threads) + 1
@@ -96,6 +98,7 @@ def protobuf(timelines: Sequence[Timeline]) -> bytes:
         ) from None
     trace: Any = Trace()
     tracks: dict[object, int] = {}
+    nanoseconds = _nanoseconds(timelines)
 
     def add(key: object, name: str, parent: int, order: int) -> int:
         if key not in tracks:
@@ -111,7 +114,7 @@ def protobuf(timelines: Sequence[Timeline]) -> bytes:
     for number, timeline in enumerate(timelines):
         top = add(number, shown(title(timeline), 200), 0, number)
         ranks = [add((number, rank), f"rank {rank}", top, rank) for rank in range(timeline.schedule.ranks)]
-        for each in _slices(number, timeline):
+        for each in _slices(number, timeline, nanoseconds):
             # each lane has its own track: what overlaps must not share one
             track = add(each.track, each.track.stream, ranks[each.track.rank], _order(each.track))
             begin, end = trace.packet.add(), trace.packet.add()
@@ -136,9 +139,18 @@ def protobuf(timelines: Sequence[Timeline]) -> bytes:
     return data
 
 
-def _slices(number: int, timeline: Timeline) -> Iterator[_Slice]:
+def _nanoseconds(timelines: Sequence[Timeline]) -> float:
+    """As how many nanoseconds a unit of time is shown: a second where any timeline is measured, else a millisecond, or
+    a thousand times as long as often as the longest timeline needs."""
+    if any(timeline.measured for timeline in timelines):
+        return 1e9
+    longest = max(timeline.makespan for timeline in timelines)
+    steps = math.ceil(math.log(1 / longest, 1000) - ROUNDING) if longest else 0
+    return _SHORTEST * 1000.0 ** max(steps, 0)
+
+
+def _slices(number: int, timeline: Timeline, nanoseconds: float) -> Iterator[_Slice]:
     """The events of a timeline, those of each track in time."""
-    nanoseconds = 1e9 if timeline.measured else 1e9 * _UNIT
     lanes: dict[tuple[int, str], list[int]] = {}
     leaving: dict[int, list[int]] = {}
     arriving: dict[int, list[int]] = {}
