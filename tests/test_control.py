@@ -160,6 +160,26 @@ def test_a_rank_that_is_stopped_is_named_after_the_deadline(tmp_path: Path) -> N
     run(2, body, tmp_path, deadline=1.0, rank1=-9)
 
 
+def test_a_rank_that_goes_on_after_the_deadline_is_told_why_the_others_do_not(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        begin(control, transport)
+        control.value(other(control), "samples")
+        if control.rank == 1:
+            transport.send(0, os.getpid())
+            transport.flush()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            stopped = transport.receive(1).wait()
+            assert isinstance(stopped, int)
+            with pytest.raises(PeerFailed, match=r"rank 1 on .*: nothing was heard from it for 1 s \(deadline\)"):
+                transport.receive(1).wait()
+            os.kill(stopped, signal.SIGCONT)
+        with pytest.raises(PeerFailed, match=r"rank 1 on .*: nothing was heard from it for 1 s \(deadline\)"):
+            transport.receive(other(control)).wait()
+
+    run(2, body, tmp_path, deadline=1.0)
+
+
 def test_a_rank_that_leaves_while_others_need_it_is_named(tmp_path: Path) -> None:
     def body(control: Control, transport: Transport) -> None:
         begin(control, transport)

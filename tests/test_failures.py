@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH
-from pipeloom.errors import PeerFailed, PipelineError
+from pipeloom.errors import PeerFailed, PipelineError, RankFailed
 from pipeloom.runtime.launcher import launch
 from processes import run_ranks
 from soak import BoomError, case, run
@@ -171,6 +172,25 @@ def test_an_error_shows_a_few_rows_only(tmp_path: Path) -> None:
             assert caught.value.action == "0B3"
             assert "[0B3]" in caught.value.rows
             assert len(caught.value.rows.splitlines()) <= 3
-            assert len(str(caught.value).splitlines()) < 80
+            assert len(str(caught.value).splitlines()) < 20
+            assert "test_failures.py" in caught.value.traceback
+            assert os.path.join("pipeloom", "runtime", "executor.py") not in caught.value.traceback
+            assert len(traceback.extract_tb(caught.value.__traceback__)) < 6
 
     run_ranks(2, body, tmp_path)
+
+
+def raise_on_rank_2() -> None:
+    rank = dist.get_rank()
+    module = Armed()
+    module.armed = rank == 2
+    pipe = pl.Pipeline([pl.Stage(module, rank)], make("1F1B", 4, 4), loss_fn=square)
+    x = torch.ones(4, WIDTH)
+    pipe.step(*([x] if pipe.first else []), target=x if pipe.last else None)
+
+
+def test_the_launcher_names_the_rank_that_failed_and_none_that_heard_of_it() -> None:
+    for _ in range(3):
+        with pytest.raises(RankFailed) as caught:
+            launch(raise_on_rank_2, 4)
+        assert (caught.value.rank, caught.value.status) == (2, 1)

@@ -17,7 +17,6 @@ import atexit
 import os
 import socket
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from pipeloom.errors import DisagreementError, PeerFailed, PipeloomError
+from pipeloom.runtime.failure import cause, shortened_traceback
 from pipeloom.runtime.lines import BYE, Lines, Message
 from pipeloom.runtime.transport._interface import Plain
 from pipeloom.runtime.transport._rendezvous import unique
@@ -266,13 +266,13 @@ class Control:
         refusal = isinstance(error, PipeloomError)  # it says all there is to say
         return {
             "rank": self.rank,
-            "cause": "".join(traceback.format_exception_only(error)).strip()[:_LONGEST_TEXT],
+            "cause": cause(error)[:_LONGEST_TEXT],
             "host": self.host,
             "stage": stage,
             "microbatch": microbatch,
             "action": action,
             "rows": rows,
-            "traceback": "" if refusal else "".join(traceback.format_exception(error))[-_LONGEST_TEXT:],
+            "traceback": "" if refusal else shortened_traceback(error)[-_LONGEST_TEXT:],
         }
 
     def _compare(self) -> None:
@@ -304,6 +304,8 @@ class Control:
             self._compare()
         elif message["kind"] == "failed":
             self._add(_Failure(message["number"], message["error"], heard=True))
+        elif message["kind"] == "lost":  # others go on without this rank
+            self._add(_Failure(None, {"rank": self.rank, "cause": message["cause"], "host": self.host}))
 
     def _lose(self, rank: int, cause: str) -> _Failure:
         return self._add(_Failure(None, {"rank": rank, "cause": cause, "host": self._lines.host(rank)}))

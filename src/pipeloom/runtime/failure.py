@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+import pipeloom
+from pipeloom.errors import DisagreementError, PeerFailed
 from pipeloom.schedule import Schedule
+
+_INNER = tuple(os.path.dirname(module.__file__) + os.sep for module in (torch, pipeloom) if module.__file__)
+"""Where code lies that users have not written."""
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _AROUND = 4
 """How many actions are shown before and after the one that failed."""
@@ -21,3 +37,36 @@ def excerpt(schedule: Schedule, rank: int, step: int) -> str:
         after = ", ..." if step + _AROUND + 1 < len(schedule.rows[each]) else ""
         lines.append(f"rank {each}: {before}{', '.join(cells)}{after}")
     return "\n".join(lines)
+
+
+def cause(error: BaseException) -> str:
+    """What an error says, without its notes."""
+    told = traceback.TracebackException.from_exception(error, limit=0)
+    told.__notes__ = None
+    return "".join(told.format_exception_only()).strip()
+
+
+def shortened_traceback(error: BaseException) -> str:
+    """The traceback of an error, with the calls inside torch and pipeloom left out, but for the last."""
+    told: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
+    assert told is not None
+    lines = told
+    while told is not None:
+        *outer, last = told.stack or [None]
+        kept = [frame for frame in outer if frame is not None and not frame.filename.startswith(_INNER)]
+        told.stack = traceback.StackSummary.from_list([*kept, last] if last is not None else [])
+        told = told.__cause__ or told.__context__
+    return "".join(lines.format())
+
+
+def without_inner_calls(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`function`, whose traceback ends with it where another rank is at fault: where this one waited says nothing."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except (PeerFailed, DisagreementError) as error:
+            raise error.with_traceback(None) from None
+
+    return call

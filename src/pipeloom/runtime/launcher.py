@@ -24,13 +24,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from pipeloom.errors import PipeloomError, RankFailed
+from pipeloom.errors import PeerFailed, PipeloomError, RankFailed
 from pipeloom.runtime.control import leave
 
 Args = TypeVarTuple("Args")
 
 _GRACE = 2.0
 """Seconds that ranks have between being asked to end and being killed."""
+
+_HEARD = 113
+"""How a rank ends, among ourselves, whose error was that another rank failed."""
 
 _POLL = 0.01
 """Seconds between two looks at whether a rank has ended."""
@@ -92,15 +95,16 @@ def launch(
 
 
 def _first(children: dict[int, int], rank: int, code: int) -> tuple[int, int]:
-    """Which rank failed, and how: one that chose its status rather than one whose error was to have lost the other."""
+    """Which rank failed, and how: the first that has not only heard of it, and chose its status or was killed."""
+    ended = {rank: code}
     time.sleep(20 * _POLL)
     for child in list(children):
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            other, found = children.pop(child), os.waitstatus_to_exitcode(status)
-            if code == 1 and found > 1:
-                rank, code = other, found
-    return rank, code
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            ended[children.pop(child)] = os.waitstatus_to_exitcode(status)
+    failed = {each: found for each, found in ended.items() if found}
+    rank = min(failed, key=lambda each: {1: 1, _HEARD: 2}.get(failed[each], 0))
+    return rank, 1 if failed[rank] == _HEARD else failed[rank]
 
 
 def under_torchrun() -> bool:
@@ -136,6 +140,7 @@ def _be_rank(
     except PipeloomError as error:
         print(f"rank {rank}: {error}", file=sys.stderr)
         leave(error)
+        status = _HEARD if isinstance(error, PeerFailed) else 1
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         leave(error if status else None)

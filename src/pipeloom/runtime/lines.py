@@ -89,13 +89,10 @@ class Lines:
 
     def say(self, message: Message) -> None:
         """Send `message` to all. Never blocks."""
-        header, _ = pack(message)
-        data = len(header).to_bytes(4, "little") + header
+        data = _framed(message)
         with self.changed:
             for line in self._lines.values():
-                if not line.ended:
-                    line.leaving += data
-                    self._push(line)
+                self._add(line, data)
             if any(line.leaving for line in self._lines.values()):
                 self._wake.set()
 
@@ -114,6 +111,11 @@ class Lines:
         for line in self._lines.values():
             line.peer.socket.close()
         self._wake.close()
+
+    def _add(self, line: _Line, data: bytes) -> None:
+        if not line.ended:
+            line.leaving += data
+            self._push(line)
 
     def _push(self, line: _Line) -> None:
         with contextlib.suppress(OSError):
@@ -175,7 +177,11 @@ class Lines:
     def _look_for_silence(self, now: float) -> None:
         for line in self._lines.values():
             if now - line.heard > self._deadline and not line.left:
-                reason = f"nothing was heard from it for {self._deadline:g} s: it is stopped or out of reach"
+                reason = (
+                    f"nothing was heard from it for {self._deadline:g} s (deadline): it was stopped, is out of reach, "
+                    "or one call kept Python from running other threads"
+                )
+                self._add(line, _framed({"kind": "lost", "cause": reason}))
                 self._end(line, reason)
 
     def _end(self, line: _Line, reason: str) -> None:
@@ -183,6 +189,11 @@ class Lines:
             line.ended = True
             if not line.left:
                 self._lose(line.peer.rank, reason)
+
+
+def _framed(message: Message) -> bytes:
+    header, _ = pack(message)
+    return len(header).to_bytes(4, "little") + header
 
 
 def _next(received: bytearray) -> Message | None:

@@ -19,6 +19,7 @@ from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.executor import Run, Work, keywords_of
+from pipeloom.runtime.failure import without_inner_calls
 from pipeloom.runtime.fitting import digest, lowered, made, modules_of, refuse_misfits, refuse_options, stages_of
 from pipeloom.runtime.leftovers import Leftovers
 from pipeloom.runtime.microbatches import Handling, Weight, merge
@@ -63,6 +64,7 @@ class Pipeline:
         PipelineError: stages and schedule do not fit each other.
     """
 
+    @without_inner_calls
     def __init__(
         self,
         stages: Iterable[Stage],
@@ -159,6 +161,7 @@ class Pipeline:
         self._registered[Kind(kind)] = function
         self._programs.clear()
 
+    @without_inner_calls
     def step(
         self,
         *args: Any,
@@ -254,6 +257,7 @@ class Pipeline:
             raise
         return output
 
+    @without_inner_calls
     def gather(self, call: str, value: Plain = None) -> list[Any]:
         """What every rank says, in the order of ranks; every rank calls this, and `call` says what for.
 
@@ -299,6 +303,7 @@ class Pipeline:
     def _where(self) -> Place | None:
         return self._run.place if self._run is not None else None
 
+    @without_inner_calls
     def tie(self, *names: str) -> None:
         """Make the parameters of these names one weight, whichever stages and ranks hold them; every rank calls it.
 
@@ -316,6 +321,7 @@ class Pipeline:
             self._ties.add(names)
         self._replicas.later = self._ties.parameters()
 
+    @without_inner_calls
     def eval(
         self,
         *args: Any,
@@ -356,6 +362,7 @@ class Pipeline:
             raise PipelineError("pipe.add_loss is for the inside of a stage's forward")
         self._run.add_loss(value)
 
+    @without_inner_calls
     def loss(self) -> Tensor:
         """The weighted loss of the last `step` or `eval`, over all replicas, on every rank; every rank calls it."""
         source = self._ends.last_ranks[0]
@@ -366,6 +373,7 @@ class Pipeline:
                 self._replicas.mean_(value)
             return value.new_tensor(self._team.peers.gather(value.item())[source])
 
+    @without_inner_calls
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients of the model so that their norm is at most `max_norm`; every rank calls it.
 
@@ -389,6 +397,7 @@ class Pipeline:
                 uncounted=self._ties.uncounted(),
             )
 
+    @without_inner_calls
     def trace(self) -> Timeline | None:
         """When each action of the last `step` or `eval` ran, of all ranks; every rank calls it.
 
