@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -167,6 +168,46 @@ def one_after_another(transport: Literal["local", "torch"]) -> None:
 @pytest.mark.parametrize("transport", ["local", "torch"])
 def test_pipelines_one_after_another(transport: Literal["local", "torch"]) -> None:
     launch(one_after_another, RANKS, transport, timeout=30.0)
+
+
+def cross(transport: Literal["local", "torch"], name: str) -> None:
+    """Rank 1 calls two pipelines in another order than the rest."""
+    one, other = pipeline(name, transport=transport), pipeline(name, transport=transport)
+    for pipe in (one, other, other, one):
+        run(pipe, pipe.step)
+    turned = [other, one] if dist.get_rank() == 1 else [one, other]
+    with pytest.raises(DisagreementError, match="all ranks call their pipelines in the same order"):
+        run(turned[0], turned[0].step)
+    for pipe in turned:
+        pipe.close()
+
+
+@pytest.mark.parametrize("transport", ["local", "torch"])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_pipelines_that_are_called_in_different_orders(transport: Literal["local", "torch"], name: str) -> None:
+    launch(cross, RANKS, transport, name, timeout=30.0)
+
+
+def in_threads() -> None:
+    """Two pipelines, each in a thread of its own, at whatever pace."""
+    pipes = [pipeline(), pipeline()]
+
+    def train(pipe: pl.Pipeline) -> None:
+        for _ in range(20):
+            run(pipe, pipe.step)
+            done.append(pipe.loss())
+
+    done: list[Tensor] = []
+    threads = [threading.Thread(target=train, args=[pipe]) for pipe in (pipes if dist.get_rank() else pipes[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 40
+
+
+def test_pipelines_in_threads() -> None:
+    launch(in_threads, RANKS, timeout=30.0)
 
 
 class Breaks(nn.Module):

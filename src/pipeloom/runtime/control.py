@@ -17,6 +17,7 @@ import atexit
 import os
 import socket
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from pipeloom.errors import DisagreementError, PeerFailed, PipeloomError
 from pipeloom.runtime.failure import cause, shortened_traceback
 from pipeloom.runtime.lines import BYE, Lines, Message
+from pipeloom.runtime.order import Order, order_of
 from pipeloom.runtime.transport._interface import Plain
 from pipeloom.runtime.transport._rendezvous import unique
 from pipeloom.runtime.transport._signal import Signal
@@ -69,6 +71,7 @@ class Control:
         self.host = socket.gethostname()
         self.name = unique(group, "pipeline")
         """What tells this pipeline from others of these ranks."""
+        self._order = order_of(group.group_name)
         self._lines = Lines(group, f"{self.name}/control", deadline, self._hear, self._lose)
         self._changed = self._lines.changed
         self.number = self._step = self._settled = 0  # calls are numbered from 1
@@ -101,8 +104,12 @@ class Control:
                 self._step = self.number
             self._hellos = {number: said for number, said in self._hellos.items() if number >= self.number}
             self._hellos.setdefault(self.number, {})[self.rank] = (equal, own)
-            self._lines.say({"kind": "hello", "number": self.number, "equal": dict(equal), "own": dict(own)})
+            order, crossed = self._order.call((self.name, str(equal.get("call"))))
+            hello = {"kind": "hello", "number": self.number, "order": order, "equal": dict(equal), "own": dict(own)}
+            self._lines.say(hello)
             self._compare()
+            if crossed is not None:
+                self._add(_Failure(self.number, {"disagreement": crossed}))
             self._ring()
             late = self._known()
         if late is not None:
@@ -203,6 +210,7 @@ class Control:
         """The error to raise: what failed or, if a moment from now nothing is known, that `rank`'s connection ended."""
         with self._changed:
             self.heard()
+            self._order.end()
             known = self._known()
             if known is None:
                 known = self._lose(rank, _LEFT if self._lines.left(rank) else _ENDED)
@@ -252,6 +260,7 @@ class Control:
         if self._closed:
             return
         self._raised = True
+        self._order.end()
         self._add(failure)
         self._lines.say({"kind": "failed", "number": failure.number, "error": failure.error})
         self._lines.wait_until_said(_TELLING)
@@ -302,6 +311,10 @@ class Control:
         if message["kind"] == "hello":
             self._hellos.setdefault(message["number"], {})[rank] = (message["equal"], message["own"])
             self._compare()
+            if message["order"] is not None:
+                crossed = self._order.hear(rank, message["order"], (self.name, str(message["equal"].get("call"))))
+                if crossed is not None:  # on a thread of its own, as the other pipeline's may be about to come here
+                    threading.Thread(target=_disagree, args=[self._order, *crossed], daemon=True).start()
         elif message["kind"] == "failed":
             self._add(_Failure(message["number"], message["error"], heard=True))
         elif message["kind"] == "lost":  # others go on without this rank
@@ -309,6 +322,14 @@ class Control:
 
     def _lose(self, rank: int, cause: str) -> _Failure:
         return self._add(_Failure(None, {"rank": rank, "cause": cause, "host": self._lines.host(rank)}))
+
+
+def _disagree(order: Order, name: str, wrong: str) -> None:
+    """End the call that the pipeline of this name is in."""
+    for control in list(_OPEN):
+        if control._order is order and control.name == name:
+            with control._changed:
+                control._add(_Failure(control.number, {"disagreement": wrong}))
 
 
 _OPEN: weakref.WeakSet[Control] = weakref.WeakSet()
