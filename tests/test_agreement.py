@@ -188,6 +188,23 @@ def test_pipelines_that_are_called_in_different_orders(transport: Literal["local
     launch(cross, RANKS, transport, name, timeout=30.0)
 
 
+def make_another(first: bool) -> None:
+    """Rank 1 makes a pipeline where the others step, or the other way round."""
+    pipe = pipeline()
+    run(pipe, pipe.step)
+    if (dist.get_rank() == 1) is first:
+        with pytest.raises((DisagreementError, PeerFailed), match=r"order|before it had connected|is gone"):
+            pipeline()
+    else:
+        with pytest.raises(DisagreementError, match=r"Pipeline of pipeline 2 .* all ranks call their pipelines in the"):
+            run(pipe, pipe.step)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_pipeline_that_is_made_where_others_step(first: bool) -> None:
+    launch(make_another, RANKS, first, timeout=30.0)
+
+
 def in_threads() -> None:
     """Two pipelines, each in a thread of its own, at whatever pace."""
     pipes = [pipeline(), pipeline()]

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from pipeloom.errors import DisagreementError, PeerFailed, PipeloomError
 from pipeloom.runtime.failure import cause, shortened_traceback
 from pipeloom.runtime.lines import BYE, Lines, Message
-from pipeloom.runtime.order import Order, order_of
+from pipeloom.runtime.order import Order, Place, order_of
 from pipeloom.runtime.transport._interface import Plain
 from pipeloom.runtime.transport._rendezvous import unique
 from pipeloom.runtime.transport._signal import Signal
@@ -72,6 +72,7 @@ class Control:
         self.name = unique(group, "pipeline")
         """What tells this pipeline from others of these ranks."""
         self._order = order_of(group.group_name)
+        self._announce()
         self._lines = Lines(group, f"{self.name}/control", deadline, self._hear, self._lose)
         self._changed = self._lines.changed
         self.number = self._step = self._settled = 0  # calls are numbered from 1
@@ -82,6 +83,16 @@ class Control:
         self._alarm = Signal()
         self._lines.start()
         _OPEN.add(self)
+
+    def _announce(self) -> None:
+        """Say on the other pipelines of these ranks that this one is being made, as it has no connections yet."""
+        place = self.name, "Pipeline"
+        number, crossed = self._order.call(place)
+        for other in list(_OPEN):
+            if other._order is self._order and number is not None:
+                other._lines.say({"kind": "making", "order": number, "place": list(place)})
+        if crossed is not None:
+            raise DisagreementError(crossed)
 
     def begin(self, equal: Fields, own: Fields, *, step: bool = True) -> None:
         """Enter the next call and say so to all. Does not wait for anybody.
@@ -311,14 +322,18 @@ class Control:
         if message["kind"] == "hello":
             self._hellos.setdefault(message["number"], {})[rank] = (message["equal"], message["own"])
             self._compare()
-            if message["order"] is not None:
-                crossed = self._order.hear(rank, message["order"], (self.name, str(message["equal"].get("call"))))
-                if crossed is not None:  # on a thread of its own, as the other pipeline's may be about to come here
-                    threading.Thread(target=_disagree, args=[self._order, *crossed], daemon=True).start()
+            self._hear_order(rank, message["order"], (self.name, str(message["equal"].get("call"))))
+        elif message["kind"] == "making":
+            self._hear_order(rank, message["order"], tuple(message["place"]))
         elif message["kind"] == "failed":
             self._add(_Failure(message["number"], message["error"], heard=True))
         elif message["kind"] == "lost":  # others go on without this rank
             self._add(_Failure(None, {"rank": self.rank, "cause": message["cause"], "host": self.host}))
+
+    def _hear_order(self, rank: int, number: int | None, place: Place) -> None:
+        crossed = self._order.hear(rank, number, place) if number is not None else None
+        if crossed is not None:  # on a thread of its own, as that of the other pipeline may be about to come here
+            threading.Thread(target=_disagree, args=[self._order, *crossed], daemon=True).start()
 
     def _lose(self, rank: int, cause: str) -> _Failure:
         return self._add(_Failure(None, {"rank": rank, "cause": cause, "host": self._lines.host(rank)}))

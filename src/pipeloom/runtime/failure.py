@@ -10,11 +10,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-import pipeloom
 from pipeloom.errors import DisagreementError, PeerFailed
 from pipeloom.schedule import Schedule
 
-_INNER = tuple(os.path.dirname(module.__file__) + os.sep for module in (torch, pipeloom) if module.__file__)
+_INNER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 """Where code lies that users have not written."""
 
 _Arguments = ParamSpec("_Arguments")
