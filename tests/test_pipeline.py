@@ -407,11 +407,22 @@ def test_pipelines_that_do_not_fit(stages: list[int], schedule: Any, options: di
         ({"kwargs": {"mask": "cut"}}, 'kwargs says "split" or "replicate", got \'cut\' for mask'),
         ({"transport": "tcp"}, "transport is"),
         ({"deadline": -1.0}, "deadline is a number of seconds above 0, got -1.0"),
+        ({"loss_fn": "ce"}, "loss_fn is a function of an output and a target, got 'ce'"),
+        ({"seed": "a"}, "seed is a whole number or None, got 'a'"),
     ],
 )
 def test_options_that_do_not_exist(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PipelineError, match=says):
         alone(**options)
+
+
+def test_calls_that_make_no_sense() -> None:
+    pipe = alone()
+    with pytest.raises(PipelineError, match="register: F takes a function of its parts, got 5"):
+        pipe.register("F", 5)  # type: ignore[arg-type]  # that is the mistake
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(BatchError, match="microbatches is a whole number, 1 or more"):
+            pipe.eval(torch.ones(4, 2), microbatches=wrong)  # type: ignore[arg-type]  # that is the mistake
 
 
 @pytest.mark.parametrize("stages", [nn.Linear(2, 2), [nn.Linear(2, 2)], pl.Stage(nn.Linear(2, 2), 0)])

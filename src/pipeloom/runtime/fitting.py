@@ -38,9 +38,15 @@ def stages_of(stages: Iterable[Stage]) -> list[Stage]:
     return stages
 
 
-def refuse_options(weight: object, handling: Mapping[str, str], transport: str, deadline: float) -> None:
+def refuse_options(
+    loss_fn: object, weight: object, seed: object, handling: Mapping[str, str], transport: str, deadline: float
+) -> None:
     """Refuse values that none of these options has."""
     problems = []
+    if loss_fn is not None and not callable(loss_fn):
+        problems.append(f"loss_fn is a function of an output and a target, got {loss_fn!r}")
+    if seed is not None and not isinstance(seed, int):
+        problems.append(f"seed is a whole number or None, got {seed!r}")
     if weight not in ("samples", "equal", "sum") and not callable(weight):
         problems.append(f'weight is "samples", "equal", "sum" or a function of a target, got {weight!r}')
     problems += [

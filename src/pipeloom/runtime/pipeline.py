@@ -79,7 +79,7 @@ class Pipeline:
         transport: Literal["auto", "local", "torch"] = "auto",
         deadline: float = 30.0,
     ) -> None:
-        refuse_options(weight, kwargs or {}, transport, deadline)
+        refuse_options(loss_fn, weight, seed, kwargs or {}, transport, deadline)
         self._group = group or dist.group.WORLD if dist.is_initialized() else None
         """The ranks of this pipeline; None where there is no other."""
         self._loss_fn = loss_fn
@@ -158,6 +158,8 @@ class Pipeline:
         """
         if kind not in (Kind.OVERLAP_F_B, Kind.F, *BACKWARD):
             raise PipelineError(f"register: functions are for OVERLAP_F_B, F, B, I and W, got {kind!r}")
+        if not callable(function):
+            raise PipelineError(f"register: {kind} takes a function of its parts, got {function!r}")
         self._registered[Kind(kind)] = function
         self._programs.clear()
 
@@ -348,9 +350,16 @@ class Pipeline:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            self._together("eval", count, given, self._replicas.refuse_out_of_step) as batch,
+            self._together("eval", count, given, partial(self._refuse_eval, microbatches)) as batch,
         ):
             return self._walk(count, batch, losses, train=False, keep=return_outputs)
+
+    def _refuse_eval(self, microbatches: object) -> None:
+        if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+            raise BatchError(
+                f"microbatches is a whole number, 1 or more, or None for the schedule's, got {microbatches!r}"
+            )
+        self._replicas.refuse_out_of_step()
 
     def add_loss(self, value: Tensor) -> None:
         """Add a loss from inside a stage's forward, such as one that balances experts.
