@@ -114,6 +114,48 @@ def test_an_output_that_cannot_be_written_is_refused_first(pipeloom: Run, tmp_pa
     assert "Traceback" not in err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_is_found_is_not_lost_where_the_output_turns_out_to_be_full(pipeloom: Run, as_json: bool) -> None:
+    small = ("search", "--ranks", "2", "--microbatches", "2", "--work", "0.1", "-o", "/dev/full")
+    status, out, err = pipeloom(*small, *(["--json"] if as_json else []))
+    assert status == 2
+    assert err.endswith(
+        "pipeloom: --output /dev/full cannot be written: No space left on device; "
+        "the schedule is on the standard output instead\n"
+    )
+    rows = "\n".join(",".join(row) for row in json.loads(out)["rows"]) if as_json else out
+    assert pl.check(pl.Schedule.from_csv(rows)) == []
+
+
+def test_sizes_far_beyond_any_pipeline_are_refused(pipeloom: Run) -> None:
+    status, out, err = pipeloom("search", "--ranks", "1000", "--microbatches", "100000", "--work", "1")
+    assert (status, out) == (2, "")
+    assert err == (
+        "pipeloom: search: schedules of these sizes have 200,000,000 forwards, at most 1,000,000 are searched for; "
+        "search with fewer microbatches\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("costs", "memory", "expected"),
+    [
+        ({}, "1", "1 rank share of"),
+        ({}, "2", "2 rank shares of"),
+        ({"activation": 0}, "2", "0 rank shares of"),
+        ({"activation": [0, 1, 1, 1]}, "1", "1 rank share of"),
+        ({"activation": [1, 0.5, 0, 0.5], "activation_at_I": [0.5, 0, 0, 0.5]}, "1", "1 rank share of"),
+    ],
+)
+def test_memory_is_reported_in_what_it_is_limited_in(
+    pipeloom: Run, tmp_path: Path, costs: dict[str, object], memory: str, expected: str
+) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    options = ("--memory", memory, "--costs", str(tmp_path / "costs.json"), "--work", "0.1")
+    _, _, err = pipeloom(*SMALL, *options)
+    assert f"memory    {expected} activations at most\n" in err
+
+
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     best, costs = tmp_path / "best.csv", tmp_path / "costs.json"
     costs.write_text(HARD.to_json())

@@ -10,20 +10,25 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pipeloom as pl
-from pipeloom import Action, Kind
+from exhaustive import best_of_all
+from pipeloom import Kind
 from pipeloom.errors import SizeError
 from pipeloom.placement import loop, wave
+from pipeloom.searcher import rank_shares
 from pipeloom.searcher._bounds import lower_bound
 from pipeloom.searcher._exact import available, exact
 from pipeloom.searcher._greedy import greedy
+from pipeloom.searcher._held import peaks
 from pipeloom.searcher._known import known
 from pipeloom.searcher._periodic import periodic
 from pipeloom.searcher._task import Objective, Task
@@ -86,53 +91,13 @@ def test_no_bound_is_above_an_optimum() -> None:
                 assert lower_bound(task) <= float(row["best"])
 
 
-Order = tuple[Action, ...]
-
-
-def orders(stage: int, microbatches: int) -> list[Order]:
-    """Every order in which a rank can run F, I and W of a stage."""
-    done: list[Order] = [()]
-    for _ in range(3 * microbatches):
-        done = [
-            (*order, action)
-            for order in done
-            for microbatch in range(microbatches)
-            for action in (Action(stage, kind, microbatch) for kind in (Kind.F, Kind.I, Kind.W))
-            if action not in order
-            and (action.kind is not Kind.I or Action(stage, Kind.F, microbatch) in order)
-            and (action.kind is not Kind.W or Action(stage, Kind.I, microbatch) in order)
-        ]
-    return done
-
-
-def holds(order: Order) -> int:
-    held = most = 0
-    for action in order:
-        held += {Kind.F: 1, Kind.W: -1}.get(action.kind, 0)
-        most = max(most, held)
-    return most
-
-
-def best_of_all(ranks: int, microbatches: int, memory: int, costs: pl.Costs, objective: Objective) -> float:
-    least = float("inf")
-    possible = [[order for order in orders(rank, microbatches) if holds(order) <= memory] for rank in range(ranks)]
-    for rows in product(*possible):
-        schedule = pl.Schedule.from_rows(rows)
-        try:
-            timeline = pl.simulate(schedule, costs)
-        except pl.ScheduleError:
-            continue
-        least = min(least, timeline.makespan if objective == "makespan" else timeline.span)
-    return least
-
-
 @pytest.mark.parametrize("objective", objectives)
 @pytest.mark.parametrize("memory", [1, 2])
 @pytest.mark.parametrize(
     "costs", [pl.Costs(), pl.Costs(F=[2, 1], I=[3, 4], W=[1, 2], communication=0.5), pl.Costs(F=5, I=1, W=3)]
 )
 def test_brute_force_on_tiny_cases(costs: pl.Costs, memory: int, objective: Objective) -> None:
-    least = best_of_all(2, 2, memory, costs, objective)
+    least = best_of_all(loop(2), 2, costs, room=[memory, memory], objective=objective)
     found = pl.search(
         ranks=2, microbatches=2, placement="linear", memory=memory, costs=costs, objective=objective, seconds=60
     )
@@ -140,6 +105,96 @@ def test_brute_force_on_tiny_cases(costs: pl.Costs, memory: int, objective: Obje
     if available():
         assert value(found) == pytest.approx(least)
         assert found.proven
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A search so small that all schedules can be looked at."""
+
+    placement: dict[int, int]
+    microbatches: int
+    costs: pl.Costs
+    memory: float | None = None
+    objective: Objective = "makespan"
+    splits: bool = True
+
+    @property
+    def room(self) -> list[float] | None:
+        if self.memory is None:
+            return None
+        shares = [0.0] * (max(self.placement.values()) + 1)
+        for stage, size in enumerate(self.costs.table(pl.Wiring(len(self.placement)))["activation"]):
+            shares[self.placement[stage]] += size
+        return [self.memory * share for share in shares]
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> Asked:
+    """Costs that are often 0, whole backwards that take less than their parts, activations of any size, any map."""
+    placement = draw(
+        st.sampled_from([loop(1), loop(2), loop(3), loop(2, 2), wave(2, 2), {0: 0, 1: 0, 2: 1}, {0: 2, 1: 0, 2: 2}])
+    )
+    stages = len(placement)
+
+    def some(values: Sequence[float]) -> list[float]:
+        return draw(st.lists(st.sampled_from(values), min_size=stages, max_size=stages))
+
+    times = [0, 0, 1, 2, 3]
+    latencies = st.sampled_from([0, 0, 0.5, 1, 2])
+    sizes = draw(st.sampled_from([[1.0] * stages, some([0, 0.1, 1 / 3, 1, 1, 2])]))
+    released = some([0, 0, 0.3, 1])
+    costs = pl.Costs(
+        F=some(times),
+        I=some(times),
+        W=some(times),
+        B=draw(st.sampled_from([None, None, some(times)])),
+        communication=draw(latencies),
+        communication_back=draw(latencies),
+        activation=sizes,
+        activation_at_I=[min(both) for both in zip(released, sizes, strict=True)],
+    )
+    memory = draw(st.sampled_from([None, 1, 1.25, 1.5, 2, 2.5]))
+    microbatches = draw(st.integers(1, 3 if stages < 4 else 2))
+    return Asked(placement, microbatches, costs, memory, draw(st.sampled_from(objectives)), draw(st.booleans()))
+
+
+NO_TIME_BACK = pl.Costs(I=0)
+UNEVEN = pl.Costs(F=[1, 2, 0, 3], I=[0, 1, 0, 3], W=[2, 3, 1, 1], communication=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(asked())
+@example(Asked(wave(2, 2), 2, NO_TIME_BACK, 1))
+@example(Asked(loop(2, 2), 2, UNEVEN))
+@example(Asked(wave(2, 2), 2, UNEVEN, 1))
+@example(Asked(wave(2, 2), 2, pl.Costs(activation=[0, 0, 1, 1]), 1))
+@example(Asked(wave(2, 2), 2, pl.Costs(activation=[0, 1, 1, 1]), 1))
+@example(Asked(loop(1, 2), 4, pl.Costs(activation=[1, 1 / 3]), 2))
+@example(Asked(loop(2), 3, pl.Costs(B=1)))
+@example(Asked({0: 2, 1: 0, 2: 2}, 3, pl.Costs(F=2e-7, I=2e-7, W=[2e-7, 2e-7, 3e-7]), 1, "span"))
+@example(Asked(loop(2), 2, pl.Costs(F=[1e-7, 2e-7], I=[1e-7, 0], W=[3e-7, 1e-7], communication=2e-7), 1))
+def test_among_all_there_are_nothing_is_below_the_bound_and_what_is_proven_is_best(case: Asked) -> None:
+    room = case.room
+    found = pl.search(
+        ranks=max(case.placement.values()) + 1,
+        microbatches=case.microbatches,
+        placement=case.placement,
+        memory=case.memory,
+        costs=case.costs,
+        objective=case.objective,
+        splits=case.splits,
+        work=0.5,
+    )
+    least = best_of_all(
+        case.placement, case.microbatches, case.costs, room=room, objective=case.objective, splits=case.splits
+    )
+    assert pl.check(found.schedule) == []
+    assert room is None or all(
+        held <= limit * (1 + 1e-9)
+        for held, limit in zip(peaks(found.schedule, case.costs.table(found.schedule.wiring)), room, strict=True)
+    )
+    assert found.bound * (1 - 1e-9) <= least <= value(found) * (1 + 1e-9)
+    assert not found.proven or value(found) == pytest.approx(least)
 
 
 @st.composite
@@ -324,6 +379,29 @@ def test_memory_in_any_unit(memory: float | str, same: float) -> None:
         ({"ranks": 10**11}, "at most 1000000 ranks can be written, got 100000000000"),
         ({"microbatches": 10**11}, "at most 1000000 microbatches can be written, got 100000000000"),
         ({"stages_per_rank": 10**11}, "at most 1000000 stages can be written"),
+        ({"ranks": 1000, "microbatches": 10_000}, "20,000,000 forwards, at most 1,000,000 are searched for"),
+        ({"placement": {0: 0, 1: 1}, "microbatches": 10**6}, "2,000,000 forwards, at most 1,000,000"),
+        ({"ranks": None}, "ranks must be a whole number, 1 or more, got None"),
+        ({"stages_per_rank": 0}, "stages_per_rank must be a whole number, 1 or more, got 0"),
+        ({"stages_per_rank": "a"}, "stages_per_rank must be a whole number, 1 or more, got 'a'"),
+        ({"objective": "x"}, "objective must be makespan or span, got 'x'"),
+        ({"seconds": -1}, "seconds must be a number, 0 or more, got -1"),
+        ({"seconds": float("nan")}, "seconds must be a number, 0 or more, got nan"),
+        ({"seconds": "a"}, "seconds must be a number, 0 or more, got 'a'"),
+        ({"work": -1}, "work must be a number, 0 or more, or None for a limit on seconds, got -1"),
+        ({"memory": -1}, "memory must be a number of rank shares"),
+        ({"memory": [2]}, r"memory must be a number of rank shares, .*, got \[2\]"),
+        ({"memory": True}, "memory must be a number of rank shares, .*, got True"),
+        ({"memory": 10**400}, "memory must be a number of rank shares, .*, got 1000"),
+        ({"costs": {"F": 1}}, r"costs must be pl.Costs, or None for those of the papers, got {'F': 1}"),
+        ({"splits": "no"}, "splits must be True or False, got 'no'"),
+        ({"progress": 1}, "progress must be a function that takes what was found, or None, got 1"),
+        ({"placement": [0, 1, 1, 0]}, r"placement must be .* or any, or a map from stage to rank, got \[0, 1, 1, 0\]"),
+        ({"placement": {}}, "placement must map every stage from 0 on to a rank, got {}"),
+        ({"placement": {0: 0, 2: 1}}, "placement must map every stage from 0 on to a rank, got {0: 0, 2: 1}"),
+        ({"placement": {0: 5, 1: 0}}, "placement must map stage 0 to a rank from 0 to 3, got 5"),
+        ({"placement": {0: 0, 1: "x"}}, "placement must map stage 1 to a rank from 0 to 3, got 'x'"),
+        ({"placement": {0: 0}, "stages_per_rank": 1}, "stages_per_rank goes with a placement by name"),
         ({"placement": "U"}, "placement must be linear, loop, V, wave or any, got 'U'"),
         ({"microbatches": 0}, "microbatches must be a whole number, 1 or more, got 0"),
     ],
@@ -331,6 +409,30 @@ def test_memory_in_any_unit(memory: float | str, same: float) -> None:
 def test_what_makes_no_sense_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(SizeError, match=message):
         pl.search(**{"ranks": 4, "microbatches": 4, **options})  # type: ignore[arg-type]
+
+
+def test_all_mistakes_are_named() -> None:
+    with pytest.raises(SizeError) as refusal:
+        pl.search(ranks=0, microbatches=4, placement="U", memory="much", objective="x", seconds=-1)  # type: ignore[arg-type]
+    assert [line.split()[1] for line in str(refusal.value).splitlines()] == [
+        "ranks", "placement", "memory", "objective", "seconds"
+    ]  # fmt: skip
+
+
+def test_ranks_may_be_without_stages_and_memory_without_an_end() -> None:
+    found = pl.search(ranks=3, microbatches=4, placement={0: 0, 1: 2, 2: 0}, memory=1e308, work=0.1)
+    assert found.schedule.rows[1] == ()
+    assert pl.check(found.schedule) == []
+    found = pl.search(ranks=3, microbatches=4, placement={0: 0, 1: 2, 2: 0}, memory=1.5, work=0.1)
+    assert pl.check(found.schedule, memory=1.5) == []
+
+
+@pytest.mark.parametrize("size", [1e-12, 1, 1e12])
+def test_a_limit_holds_in_any_unit_of_memory(size: float) -> None:
+    costs = pl.Costs(activation=size)
+    found = pl.search(ranks=4, microbatches=6, memory=2, costs=costs, work=0.01)
+    assert max(rank_shares(found.schedule, costs)) == pytest.approx(2)
+    assert pl.check(found.schedule, memory=2) == []
 
 
 @needs_solver

@@ -89,15 +89,16 @@ def search(
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     text = found.schedule.to_csv()
-    if output is not None:
-        output.write_text(text)
+    unwritten = None if output is None else _write(output, text)
     if as_json:
         answer_json(as_plain(found, priced))
-    elif output is not None:
+    elif output is not None and unwritten is None:
         answer(summary(found, priced))
     else:
         print(summary(found, priced), file=sys.stderr)
         answer(text.removesuffix("\n"))
+    if unwritten is not None:
+        raise UsageError(f"{unwritten}; the schedule is on the standard output instead")
 
 
 def summary(found: Found, costs: Costs, write: Callable[[float], str] = number) -> str:
@@ -106,7 +107,7 @@ def summary(found: Found, costs: Costs, write: Callable[[float], str] = number) 
     return (
         f"makespan  {write(found.makespan)}, of which ranks are idle {timeline.bubble:.1%} (bubble)\n"
         f"span      {write(found.span)}, of which ranks are idle {timeline.span_bubble:.1%} (span bubble)\n"
-        f"memory    {between(_shares(found))} rank shares of activations at most\n"
+        f"memory    {_shares(found, costs)} of activations at most\n"
         f"found by  {found.how}; {_quality(found, write)}"
     )
 
@@ -124,10 +125,11 @@ def as_plain(found: Found, costs: Costs) -> dict[str, object]:
     }
 
 
-def _shares(found: Found) -> list[float]:
-    schedule = found.schedule
-    peaks = simulate(schedule).peak_activations
-    return [peak / len(schedule.stages_of(rank)) for rank, peak in enumerate(peaks)]
+def _shares(found: Found, costs: Costs) -> str:
+    from pipeloom.searcher import rank_shares
+
+    shares = between(rank_shares(found.schedule, costs))
+    return f"{shares} rank share{'s' if shares != '1' else ''}"
 
 
 def _quality(found: Found, write: Callable[[float], str] = number) -> str:
@@ -145,7 +147,20 @@ def _refuse_unwritable(path: Path) -> None:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise UsageError(f"--output {path} cannot be written: {error.strerror}") from None
+        raise UsageError(_cannot_be_written(path, error)) from None
+
+
+def _write(path: Path, text: str) -> str | None:
+    """Write `text` to a file; why not, if it cannot be."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        return _cannot_be_written(path, error)
+    return None
+
+
+def _cannot_be_written(path: Path, error: OSError) -> str:
+    return f"--output {path} cannot be written: {error.strerror}"
 
 
 @contextmanager

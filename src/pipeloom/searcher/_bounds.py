@@ -20,22 +20,23 @@ def lower_bound(task: Task) -> float:
     the room. A rank before it starts earlier by the way of the first microbatch, and ends later by the way of the last
     one.
 
-    Where composites overlap, only the way of one microbatch is sure; where their times were measured, nothing is.
+    A whole backward that is shorter than its parts counts in their place. Where composites overlap, only the way of one
+    microbatch is sure; where their times were measured, nothing is.
     """
     if task.costs.fused is not None:
         return 0.0
     if task.costs.overlap:
         firsts = [0] if task.objective == "makespan" else [stages[0] for stages in task.stages_of if stages]
-        return max(_down(task, first) + _up(task, first) + task.weights[first] for first in firsts)
+        return max(_down(task, first) + _up(task, first) + task.least_weights[first] for first in firsts)
     ranks = [_Rank(task, stages) for stages in task.stages_of if stages]
     bounds = [rank.span + (rank.way if task.objective == "makespan" else 0.0) for rank in ranks]
     for first in [0] if task.objective == "makespan" else [rank.stages[0] for rank in ranks]:
         for rank in ranks:
             if rank.stages[0] >= first:
                 there_and_back = _between(task, first, rank.stages[0])
-                bounds.append(there_and_back + rank.until_last_gradient + task.weights[first])
+                bounds.append(there_and_back + rank.until_last_gradient + task.least_weights[first])
                 there = _down(task, first) - _down(task, rank.stages[0])
-                bounds.append(there + rank.until_last_forward + _up(task, first) + task.weights[first])
+                bounds.append(there + rank.until_last_forward + _up(task, first) + task.least_weights[first])
     return max(bounds)
 
 
@@ -48,7 +49,7 @@ def least_period(task: Task) -> float:
     found = 0.0
     activation = task.table["activation"]
     for room, stages in zip(task.room, task.stages_of, strict=True):
-        work = sum(task.table["F"][stage] + task.backward[stage] + task.weights[stage] for stage in stages)
+        work = sum(task.table["F"][s] + task.backward[s] + task.weights[s] for s in stages)
         # a part of it may be released at I, just before the W
         held = sum(
             activation[s] * (_down(task, s) + _up(task, s)) for s in stages if not task.table["activation_at_I"][s]
@@ -66,7 +67,7 @@ class _Rank:
     def __init__(self, task: Task, stages: list[int]) -> None:
         self.stages = stages
         first, last = stages[0], stages[-1]
-        forward, backward, weights = task.table["F"], task.backward, task.weights
+        forward, backward, weights = task.table["F"], task.least_backward, task.least_weights
         microbatches, total = task.microbatches, task.microbatches * len(stages)
         both = [forward[stage] + backward[stage] for stage in stages]
         held = _most_held(task, stages, total)
@@ -102,7 +103,7 @@ def _in_turns(task: Task, stage: int, held: int) -> float:
     most k * h forwards have started and (k - 1) * h + 1 microbatches are through, and what the last forward waits for
     beyond that is still to be run, but for a part of one action.
     """
-    forward, backward, weights = task.table["F"][stage], task.backward[stage], task.weights[stage]
+    forward, backward, weights = task.table["F"][stage], task.least_backward[stage], task.least_weights[stage]
     ways, over = divmod(task.microbatches - 1, held)
     way = _down(task, stage) + _up(task, stage) + weights
     if not forward:
@@ -124,7 +125,7 @@ def _most_held(task: Task, stages: list[int], total: int) -> int:
 def _between(task: Task, first: int, second: int) -> float:
     """How long the way forward from one stage to a later one takes, and the way backward; the later one left out."""
     return sum(
-        task.table["F"][stage] + task.forward_latency[stage] + task.backward[stage] + task.backward_latency[stage]
+        task.table["F"][stage] + task.forward_latency[stage] + task.least_backward[stage] + task.backward_latency[stage]
         for stage in range(first, second)
     )
 
@@ -137,7 +138,7 @@ def _down(task: Task, stage: int) -> float:
 
 def _up(task: Task, stage: int) -> float:
     """How long a microbatch takes backward from the end to `stage`, that stage included."""
-    return sum(task.backward[at] + task.backward_latency[at] for at in range(stage, task.stages))
+    return sum(task.least_backward[at] + task.backward_latency[at] for at in range(stage, task.stages))
 
 
 def _most(times: list[float], microbatches: int, count: int) -> float:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil, floor, gcd, lcm
 from typing import Any
 
 from pipeloom.action import Action, Kind
 from pipeloom.schedule import Schedule
-from pipeloom.searcher._task import Task
+from pipeloom.searcher._task import ROUNDING, Task
 from pipeloom.simulator import simulate
 
 LARGEST = 2_000
 """The largest number of actions that is worth a try."""
 
 _FINEST = 20_000
-"""Times that are no multiples of a common one are rounded to this many parts of the longest."""
+"""Times that are no multiples of a common one are rounded to this many parts of the longest, sizes of activations to
+this many parts of the largest."""
+
+Key = tuple[Kind, int, int]
+"""The kind, stage and microbatch of an action."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ def exact(task: Task, best: Schedule, bound: float, *, seconds: float, work: flo
     scale, is_exact = _scale(task)
     model = _Model(cp_model.CpModel(), task, scale, best)
     if is_exact:
-        model.cp.add(model.objective >= -int(-Fraction(bound).limit_denominator(10**6) * scale // 1))
+        model.cp.add(model.objective >= ceil(Fraction(bound * (1 - ROUNDING)) * scale))
     solver = cp_model.CpSolver()
     if work is None:
         solver.parameters.max_time_in_seconds = seconds
@@ -56,9 +61,9 @@ def exact(task: Task, best: Schedule, bound: float, *, seconds: float, work: flo
     status, interrupted = _solved(solver, model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, bound, interrupted)
-    proven = solver.best_objective_bound / float(scale) if is_exact else 0.0
-    starts = {key: solver.value(start) for key, start in model.starts.items()}
-    return Answer(_rows(task, starts), max(bound, proven), interrupted)
+    proven = solver.best_objective_bound / float(scale) if is_exact and model.is_exact else 0.0
+    starts, ends = ({key: solver.value(time) for key, time in times.items()} for times in (model.starts, model.ends))
+    return Answer(_rows(task, starts, ends), max(bound, proven), interrupted)
 
 
 def _solved(solver: Any, model: _Model) -> tuple[Any, bool]:
@@ -80,25 +85,27 @@ def _scale(task: Task) -> tuple[Fraction, bool]:
         for each in (task.table["F"], task.backward, task.weights, task.forward_latency, task.backward_latency)
         for time in each
     ]
-    common = 1
-    for time in times:
-        common = common * time.denominator // _gcd(common, time.denominator)
+    common = lcm(*(time.denominator for time in times))
     longest = max(times)
     if longest * common <= _FINEST * 100:
         return Fraction(common), True
     return Fraction(_FINEST) / longest, False
 
 
-def _gcd(first: int, second: int) -> int:
-    while second:
-        first, second = second, first % second
-    return first
+def _rows(task: Task, starts: dict[Key, int], ends: dict[Key, int]) -> list[list[Action]]:
+    """The actions in the order of their starts; those of one moment so that none stands before what it needs.
 
+    What takes no time comes before what starts there too; of that, each microbatch goes all its way before the next.
+    """
 
-def _rows(task: Task, starts: dict[tuple[Kind, int, int], int]) -> list[list[Action]]:
-    order = {Kind.F: 0, Kind.I: 1, Kind.B: 1, Kind.W: 2}
+    def when(key: Key) -> tuple[int, int, int, int]:
+        kind, stage, microbatch = key
+        back = task.stages + 2 * (task.stages - stage)
+        way = {Kind.F: stage, Kind.I: back, Kind.B: back, Kind.W: back + 1}
+        return starts[key], ends[key], microbatch, way[kind]
+
     rows: list[list[Action]] = [[] for _ in task.room]
-    for (kind, stage, microbatch), _ in sorted(starts.items(), key=lambda each: (each[1], order[each[0][0]], each[0])):
+    for kind, stage, microbatch in sorted(starts, key=when):
         rows[task.placement[stage]].append(Action(stage, kind, microbatch))
     return rows
 
@@ -112,11 +119,13 @@ class _Model:
         value = self._whole(task.value(best))
         way = sum(self._whole(task.table["F"][s] + task.forward_latency[s]) for s in range(task.stages))
         self.horizon = value + (way if task.objective == "span" else 0) + 1
-        self.starts: dict[tuple[Kind, int, int], Any] = {}
-        self.ends: dict[tuple[Kind, int, int], Any] = {}
+        self.starts: dict[Key, Any] = {}
+        self.ends: dict[Key, Any] = {}
         intervals: list[list[Any]] = [[] for _ in task.room]
         times = {Kind.F: task.table["F"], Kind.I: task.backward, Kind.B: task.backward, Kind.W: task.weights}
         self.kinds = (Kind.F, Kind.I, Kind.W) if task.splits else (Kind.F, Kind.B)
+        self.is_exact = True
+        """Whether no schedule that fits is left out."""
         for stage in range(task.stages):
             for kind in self.kinds:
                 for microbatch in range(task.microbatches):
@@ -138,7 +147,7 @@ class _Model:
     def _whole(self, time: float) -> int:
         return round(Fraction(repr(time)) * self.scale)
 
-    def _hints(self, best: Schedule) -> dict[tuple[Kind, int, int], int]:
+    def _hints(self, best: Schedule) -> dict[Key, int]:
         timeline = simulate(best, self.task.costs)
         found = {}
         for row, starts in zip(best.rows, timeline.starts, strict=True):
@@ -169,28 +178,40 @@ class _Model:
                     add(self.starts[Kind.W, stage, microbatch] >= self.ends[back, stage, microbatch])
 
     def _room(self) -> None:
-        """An activation is held from the start of its F to the end of its last backward, a part only until I's end."""
+        """An activation is held from the start of its F to the end of its last backward, a part only until I's end.
+
+        What starts and ends at one moment counts as nothing here.
+        """
         task, cp = self.task, self.cp
         activation = task.table["activation"]
-        released = task.table["activation_at_I"] if task.splits else [0.0] * task.stages
         last = self.kinds[-1]
         for rank, stages in enumerate(task.stages_of):
-            unit = max(activation[stage] for stage in stages) / 10_000
-            if not unit or task.room[rank] >= task.microbatches * sum(activation[stage] for stage in stages):
+            if task.room[rank] >= task.microbatches * sum(activation[stage] for stage in stages):
                 continue
-            if len({*(activation[stage] for stage in stages), 0.0, *(released[stage] for stage in stages)}) == 2:
-                unit = activation[stages[0]]
-            held, sizes = [], []
+            parts = []
             for stage in stages:
-                for until, size in ((self.kinds[1], released[stage]), (last, activation[stage] - released[stage])):
-                    if not size:
-                        continue
-                    for microbatch in range(task.microbatches):
-                        start = self.starts[Kind.F, stage, microbatch]
-                        length = cp.new_int_var(0, self.horizon, "")
-                        held.append(cp.new_interval_var(start, length, self.ends[until, stage, microbatch], ""))
-                        sizes.append(-int(-size / unit // 1))
-            cp.add_cumulative(held, sizes, int(task.room[rank] / unit + 1e-6))
+                whole = Fraction(repr(activation[stage]))
+                at_input = Fraction(repr(task.table["activation_at_I"][stage])) if task.splits else Fraction(0)
+                parts += [(stage, self.kinds[1], at_input), (stage, last, whole - at_input)]
+            parts = [part for part in parts if part[2]]
+            unit = self._unit([size for _, _, size in parts])
+            held, sizes = [], []
+            for stage, until, size in parts:
+                for microbatch in range(task.microbatches):
+                    start = self.starts[Kind.F, stage, microbatch]
+                    length = cp.new_int_var(0, self.horizon, "")
+                    held.append(cp.new_interval_var(start, length, self.ends[until, stage, microbatch], ""))
+                    sizes.append(ceil(size / unit))
+            cp.add_cumulative(held, sizes, floor(Fraction(task.room[rank] * (1 + ROUNDING)) / unit))
+
+    def _unit(self, sizes: list[Fraction]) -> Fraction:
+        """The largest size of which all are multiples, or one so small that they nearly are."""
+        common = lcm(*(size.denominator for size in sizes))
+        unit = Fraction(gcd(*(int(size * common) for size in sizes)), common)
+        if max(sizes) <= unit * _FINEST * 10:
+            return unit
+        self.is_exact = False
+        return max(sizes) / _FINEST
 
     def _objective(self, value: int) -> Any:
         task, cp = self.task, self.cp

@@ -10,7 +10,7 @@ from itertools import product
 
 from pipeloom.action import Action, Kind
 from pipeloom.schedule import Schedule
-from pipeloom.searcher._task import ROUNDING, Task
+from pipeloom.searcher._task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class _Greedy:
     def is_full(self, rank: int) -> bool:
         """Whether the rank has no room for a forward of any of its stages."""
         activation = self.task.table["activation"]
-        return all(self.held[rank] + activation[s] > self.room(rank) for s in self.task.stages_of[rank])
+        return all(self.held[rank] + activation[s] > self.task.limits[rank] for s in self.task.stages_of[rank])
 
     def is_safe(self, rank: int, stage: int) -> bool:
         """Whether after a forward every microbatch can still be finished on this rank, the oldest first.
@@ -187,7 +187,7 @@ class _Greedy:
             return False
         activation = self.task.table["activation"]
         stages = self.task.stages_of[rank]
-        free = self.room(rank) - self.held[rank] - activation[stage]
+        free = self.task.limits[rank] - self.held[rank] - activation[stage]
         if free < 0:
             return False
         whole = sum(activation[each] for each in stages)
@@ -213,6 +213,3 @@ class _Greedy:
     def released(self, stage: int) -> int:
         """How many microbatches of a stage hold nothing any more, or will not once what runs is done."""
         return self.done[Kind.W if self.task.splits else Kind.I][stage]
-
-    def room(self, rank: int) -> float:
-        return self.task.room[rank] * (1 + ROUNDING) + ROUNDING

@@ -50,14 +50,16 @@ def periodic(task: Task, most: float) -> Iterator[Schedule]:
         for attempt in range(max(2, _PLACED // (len(times) * task.stages))):
             block = _block(task, period, random if attempt else None)
             if block and max(block.values()) < least and _fits(task, block, period):
-                least = max(block.values())
-                yield _repeated(task, block, period)
+                repeated = _repeated(task, block, period)
+                if task.fits(repeated):  # what takes no time may stand elsewhere by a rounding error
+                    least = max(block.values())
+                    yield repeated
         if least < math.inf:
             return
 
 
 def _fits(task: Task, block: Block, period: float) -> bool:
-    """Whether the block, repeated, fits into the memory: so it does if enough of it to fill the pipeline does."""
+    """Whether enough of the block, repeated, to fill the pipeline fits into the memory: then all of it does."""
     filling = math.ceil(max(block.values()) / period) + 2
     few = replace(task, microbatches=min(task.microbatches, filling))
     return few.fits(_repeated(few, block, period))
@@ -66,13 +68,14 @@ def _fits(task: Task, block: Block, period: float) -> bool:
 def _repeated(task: Task, block: Block, period: float) -> Schedule:
     rows: list[list[Action]] = []
     for stages in task.stages_of:
+        # what takes no time ends where others start: of one moment those come first that others need
         starts = [
-            (start + period * microbatch, Action(stage, kind, microbatch))
-            for (kind, stage), start in block.items()
+            (start + period * microbatch, microbatch, place, Action(stage, kind, microbatch))
+            for place, ((kind, stage), start) in enumerate(block.items())
             if stage in stages
             for microbatch in range(task.microbatches)
         ]
-        rows.append([action for _, action in sorted(starts, key=lambda each: each[0])])
+        rows.append([action for *_, action in sorted(starts)])
     return task.schedule(rows, "periodic")
 
 

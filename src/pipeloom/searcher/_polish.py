@@ -137,7 +137,7 @@ class _Decoder:
         at = [0] * len(orders)
         clock = [0.0] * len(orders)
         held = [0.0] * len(orders)
-        first = [-1.0] * len(orders)
+        first = [0.0] * len(orders)
         owed: list[list[int]] = [[] for _ in orders]
         paid = [0] * len(orders)
         rows: list[list[int]] = [[] for _ in orders]
@@ -149,7 +149,7 @@ class _Decoder:
             rank = ready.pop()
             order, row, due = orders[rank], rows[rank], owed[rank]
             now, index, done, load = clock[rank], at[rank], paid[rank], held[rank]
-            room = task.room[rank] * (1 + ROUNDING) + ROUNDING
+            room = task.limits[rank]
             while index < len(order):
                 number = order[index]
                 need, latency = needs[number]
@@ -201,7 +201,7 @@ class _Decoder:
         lengths = (
             clock if task.objective == "makespan" else [end - start for end, start in zip(clock, first, strict=True)]
         )
-        longest = max(range(len(orders)), key=lengths.__getitem__)
+        longest = max((rank for rank, order in enumerate(orders) if order), key=lengths.__getitem__)
         return _Decoded(lengths[longest], rows, self._critical(orders, longest, waits))
 
     def _critical(self, orders: Sequence[list[int]], rank: int, waits: bytearray) -> list[tuple[int, int]]:

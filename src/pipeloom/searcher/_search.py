@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 
-from pipeloom import placement as placements
-from pipeloom.action import LARGEST_NUMBER
 from pipeloom.costs import Costs
-from pipeloom.errors import SizeError
 from pipeloom.schedule import Schedule
+from pipeloom.searcher._arguments import named_placements, refuse_mistakes, task_of
 from pipeloom.searcher._bounds import lower_bound
 from pipeloom.searcher._exact import LARGEST, available, exact
 from pipeloom.searcher._greedy import greedy
@@ -23,7 +21,6 @@ from pipeloom.searcher._polish import climbed, refilled
 from pipeloom.searcher._stretch import stretched
 from pipeloom.searcher._task import ROUNDING, Objective, Task
 from pipeloom.simulator import simulate
-from pipeloom.wiring import Wiring
 
 _MANY = 200_000
 _FEW, _ALL = 4, 1_000
@@ -88,10 +85,10 @@ def search(
         ranks: how many ranks.
         microbatches: how many microbatches.
         placement: linear, loop, V or wave; a map from stage to rank; or any: the best of the named ones.
-        stages_per_rank: how many stages each rank holds; by default 1 if linear, otherwise 2.
-        memory: the most activations that a rank may hold: in rank shares (1 is one microbatch of all its stages), as
-            "60%" of as many shares as there are ranks, or in the unit of `costs` as "16e9B", weights, gradients and
-            optimizer state included. By default without limit.
+        stages_per_rank: how many stages each rank holds; by default 1 if linear, otherwise 2. A map says so itself.
+        memory: the most activations that a rank may hold: in rank shares (1 is what one microbatch of all its stages
+            takes at these `costs`), as "60%" of as many shares as there are ranks, or in the unit of `costs` as
+            "16e9B", weights, gradients and optimizer state included. By default without limit.
         costs: how long and how big everything is.
         objective: whether the makespan or the longest span of a rank is to be small.
         splits: whether backwards are split into I and W.
@@ -100,13 +97,27 @@ def search(
         progress: is told of each better schedule.
 
     Raises:
-        SizeError: the sizes make no sense, or no schedule fits into the memory; the message has the least that works.
+        SizeError: what is asked for makes no sense, with every mistake in it; or no schedule fits into the memory, with
+            the least that works.
+        CostsError: the costs are those of another number of stages.
     """
-    _refuse(ranks=ranks, microbatches=microbatches, stages=ranks * (stages_per_rank or 1))
+    refuse_mistakes(
+        ranks=ranks,
+        microbatches=microbatches,
+        placement=placement,
+        stages_per_rank=stages_per_rank,
+        memory=memory,
+        costs=costs,
+        objective=objective,
+        splits=splits,
+        seconds=seconds,
+        work=work,
+        progress=progress,
+    )
     budget = _Budget(math.inf if work is not None else seconds)
     tasks = [
-        _task(found, ranks, microbatches, memory, costs or Costs(), objective, splits)
-        for found in _placements(placement, ranks, stages_per_rank)
+        task_of(found, ranks, microbatches, memory, costs or Costs(), objective, splits)
+        for found in named_placements(placement, ranks, stages_per_rank)
     ]
     bests = [_Best(task, progress) for task in tasks]
     try:
@@ -198,10 +209,12 @@ def _improve(best: _Best, budget: _Budget, work: float | None) -> None:
     _climb(best, _Budget(min(budget.left() / 3, actions * _CLIMB)), work, actions)
     if not best.is_proven and budget.left() > 0:
         answer = exact(task, best.schedule, best.bound, seconds=budget.left(), work=work)
-        if not task.costs.overlap and task.costs.fused is None:  # else a composite may be shorter than its parts
+        if task.takes_parts:
             best.bound = max(best.bound, answer.bound)
         if answer.rows:
-            best.offer(task.schedule(answer.rows, "exact"))
+            solved = task.schedule(answer.rows, "exact")
+            if task.fits(solved):  # it may not where forwards, I's and W's of one moment take no time
+                best.offer(solved)
         if answer.interrupted:
             raise KeyboardInterrupt
 
@@ -239,71 +252,3 @@ def _from_fewer(best: _Best, budget: _Budget, work: float | None, microbatches: 
     _improve(few, budget, work)
     for _, schedule in few.leaders:
         best.offer_all(stretched(schedule, task), budget)
-
-
-def _placements(placement: str | Mapping[int, int], ranks: int, stages_per_rank: int | None) -> list[Mapping[int, int]]:
-    if not isinstance(placement, str):
-        return [placement]
-    per_rank = stages_per_rank or (1 if placement == "linear" else 2)
-    known = {
-        "linear": placements.loop(ranks, per_rank),
-        "loop": placements.loop(ranks, per_rank),
-        "V": placements.wave(ranks, per_rank),
-        "wave": placements.wave(ranks, per_rank),
-    }
-    if placement == "any":
-        return [known["loop"], known["wave"]] if per_rank > 1 else [known["linear"]]
-    if placement not in known:
-        raise SizeError(f"search: placement must be {', '.join(known)} or any, got {placement!r}")
-    return [known[placement]]
-
-
-def _refuse(**sizes: object) -> None:
-    for what, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise SizeError(f"search: {what} must be a whole number, 1 or more, got {size!r}")
-        if size > LARGEST_NUMBER + 1:
-            raise SizeError(f"search: at most {LARGEST_NUMBER + 1} {what} can be written, got {size}")
-
-
-def _task(
-    placement: Mapping[int, int],
-    ranks: int,
-    microbatches: int,
-    memory: float | str | None,
-    costs: Costs,
-    objective: Objective,
-    splits: bool,
-) -> Task:
-    table = costs.table(Wiring(len(placement)))
-    shares, static = [0.0] * ranks, [0.0] * ranks
-    for stage, rank in placement.items():
-        shares[rank] += table["activation"][stage]
-        static[rank] += sum(table[what][stage] for what in ("weights", "gradients", "optimizer_state"))
-    if memory is None:
-        room = [microbatches * share for share in shares]
-    elif isinstance(memory, str) and memory.endswith("B"):
-        room = [_number(memory, "B") - held for held in static]
-    else:
-        is_share = isinstance(memory, str) and memory.endswith("%")
-        allowed = _number(memory, "%") / 100 * ranks if is_share else _number(memory)
-        room = [allowed * share for share in shares]
-    if any(each < share * (1 - ROUNDING) for each, share in zip(room, shares, strict=True)):
-        least = max(held + share for held, share in zip(static, shares, strict=True))
-        raise SizeError(
-            f"search: no schedule fits into a memory of {memory}; the least that works is 1 rank share, "
-            f"which is {100 / ranks:g}% or {least:g}B"
-        )
-    return Task(placement, microbatches, costs, room, objective, splits)
-
-
-def _number(memory: float | str, unit: str = "") -> float:
-    try:
-        number = float(memory.removesuffix(unit) if isinstance(memory, str) else memory)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise SizeError(
-            f'search: memory must be a number of rank shares, or a text like "60%" or "16e9B", got {memory!r}'
-        )
-    return number

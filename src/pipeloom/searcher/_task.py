@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from pipeloom.action import Action, Kind
+from pipeloom.action import Action
 from pipeloom.costs import Costs
 from pipeloom.schedule import Schedule
+from pipeloom.searcher._held import peaks
 from pipeloom.simulator import simulate
 from pipeloom.wiring import Wiring
 
@@ -101,36 +102,39 @@ class Task:
         """How long the backward for the weights takes on its own, a stage; 0 where the backward is whole."""
         return self.table["W"] if self.splits else [0.0] * self.stages
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether no backward or composite is shorter than its parts, I and W each as long as they take alone."""
+        whole = zip(self.table["B"], self.backward, self.weights, strict=True)
+        return (
+            not self.costs.overlap
+            and self.costs.fused is None
+            and all(b * (1 + ROUNDING) >= i + w for b, i, w in whole)
+        )
+
+    @cached_property
+    def least_backward(self) -> list[float]:
+        """How long a stage's I takes, or the B in its place if that is shorter."""
+        return [min(both) for both in zip(self.backward, self.table["B"], strict=True)]
+
+    @cached_property
+    def least_weights(self) -> list[float]:
+        """How long a stage's W takes, or if that is less, what the B in place of I and W takes beyond the I."""
+        times = zip(self.backward, self.weights, self.table["B"], strict=True)
+        return [w if b >= i + w else max(0.0, b - i) for i, w, b in times]
+
     def schedule(self, rows: Sequence[Sequence[Action]], name: str) -> Schedule:
         """The schedule of `rows`."""
         return Schedule(tuple(map(tuple, rows)), self.placement, Wiring(self.stages), self.microbatches, name)
 
+    @cached_property
+    def limits(self) -> list[float]:
+        """The most memory for activations that each rank may hold, rounding errors allowed for."""
+        return [room * (1 + ROUNDING) for room in self.room]
+
     def fits(self, schedule: Schedule) -> bool:
         """Whether no rank of `schedule` holds more than it has room for."""
-        return all(
-            peak <= room * (1 + ROUNDING) + ROUNDING for peak, room in zip(self.peaks(schedule), self.room, strict=True)
-        )
-
-    def peaks(self, schedule: Schedule) -> list[float]:
-        """The most memory for activations that each rank holds. The parts of a composite are held together."""
-        activation, at_input = self.table["activation"], self.table["activation_at_I"]
-        found = []
-        for row in schedule.rows:
-            held = peak = 0.0
-            for cell in row:
-                for stage, kind, *_ in cell.computes:
-                    if kind is Kind.F:
-                        held += activation[stage]
-                peak = max(peak, held)
-                for stage, kind, *_ in cell.computes:
-                    if kind is Kind.I:
-                        held -= at_input[stage]
-                    elif kind is Kind.W:
-                        held -= activation[stage] - at_input[stage]
-                    elif kind is Kind.B:
-                        held -= activation[stage]
-            found.append(peak)
-        return found
+        return all(peak <= limit for peak, limit in zip(peaks(schedule, self.table), self.limits, strict=True))
 
     def value(self, schedule: Schedule) -> float:
         """The makespan or the span of `schedule`, whichever is to be small."""
