@@ -14,7 +14,8 @@ Counts = tuple[tuple[int, int, int], ...]
 """How many F's, I's and W's of each stage are done; a B is both of the last."""
 
 Times = tuple[float, ...]
-"""When each rank is free, minus the first start of each, and when all arrives that is on its way: less is better."""
+"""When each rank is free, minus its first start where that counts (infinite before it), and when all arrives that is on
+its way: less is better."""
 
 
 def best_of_all(
@@ -26,7 +27,9 @@ def best_of_all(
     objective: str = "makespan",
     splits: bool = True,
 ) -> float:
-    """The least makespan or span of all schedules whose ranks hold no more than `room`; infinite if there is none.
+    """The least makespan of all schedules whose ranks hold no more than `room`; infinite if there is none.
+
+    Or a span that one of them has; a shorter one there may be where a rank puts off its start.
 
     Actions are added one by one at the end of their rank's row, each as early as it can start there. What is behind
     another way to do the same in no respect is left out.
@@ -34,7 +37,8 @@ def best_of_all(
     look = _Look(placement, microbatches, costs, room, splits)
     none, everything = ((0, 0, 0),) * len(placement), ((microbatches,) * 3,) * len(placement)
     states: list[dict[Counts, set[Times]]] = [{} for _ in range(3 * len(placement) * microbatches + 1)]
-    states[0][none] = {(0.0,) * look.ranks + (math.nan,) * look.ranks}
+    unknown = [math.inf if objective == "span" and rank in placement.values() else 0.0 for rank in range(look.ranks)]
+    states[0][none] = {(*(0.0,) * look.ranks, *unknown)}
     for now in states[:-1]:
         for counts, ways in now.items():
             for times in _leading(ways):
@@ -42,11 +46,8 @@ def best_of_all(
                     states[sum(map(sum, after))].setdefault(after, set()).add(reached)
     ends = states[-1].get(everything, set())
     ranks = look.ranks
-    if objective == "makespan":
-        return min((max(times[:ranks]) for times in ends), default=math.inf)
-    pairs = (zip(times[:ranks], times[ranks : 2 * ranks], strict=True) for times in ends)
-    spans = (max(end + first for end, first in each if not math.isnan(first)) for each in pairs)
-    return min(spans, default=math.inf)
+    lengths = ([end + first for end, first in zip(times, times[ranks : 2 * ranks], strict=False)] for times in ends)
+    return min(map(max, lengths), default=math.inf)
 
 
 class _Look:
@@ -99,7 +100,7 @@ class _Look:
         free, firsts = list(times[: self.ranks]), list(times[self.ranks : 2 * self.ranks])
         arrivals = dict(zip(flying, times[2 * self.ranks :], strict=True))
         start = max(free[rank], arrivals.get(source, 0.0) if source else 0.0)
-        if math.isnan(firsts[rank]):
+        if firsts[rank] == math.inf:
             firsts[rank] = -start
         end = free[rank] = start + self.table[kind][stage]
         if kind == "F":
@@ -138,7 +139,7 @@ class _Look:
 def _leading(ways: set[Times]) -> set[Times]:
     """Those of which no other is as good in all respects."""
     found: list[Times] = []
-    for times in sorted(ways, key=lambda each: sum(time for time in each if not math.isnan(time))):
-        if not any(all(not a > b for a, b in zip(other, times, strict=True)) for other in found):
+    for times in sorted(ways, key=sum):
+        if not any(all(a <= b for a, b in zip(other, times, strict=True)) for other in found):
             found.append(times)
     return set(found)
