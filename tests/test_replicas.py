@@ -313,12 +313,12 @@ def refusals() -> None:
     with pytest.raises(PipelineError, match="communication hook"):
         pipeline(hooked)
     one = ddp(module(), mesh["dp"]) if rank == 0 else nn.Sequential(ddp(module(), mesh["dp"]))
-    with pytest.raises(PipelineError, match="rank 1 of the pipeline cannot run" if rank == 0 else "whole module"):
+    with pytest.raises(PipelineError, match=r"stage 1 cannot be run: .*whole module"):
         pipeline(one)
     computing = pl.schedules.make("1F1B", ranks=2, microbatches=2)
-    with pytest.raises(PipelineError, match=rf"no REDUCE_GRAD .* for stage {rank}"):
+    with pytest.raises(PipelineError, match=rf"stage {rank} cannot be run: .* has no REDUCE_GRAD .*"):
         pipeline(ddp(module(), mesh["dp"]), pl.lower(computing))
-    with pytest.raises(PipelineError, match=rf"no UNSHARD and RESHARD .* for stage {rank}"):
+    with pytest.raises(PipelineError, match=rf"stage {rank} cannot be run: .* has no UNSHARD and RESHARD"):
         pipeline(blocks_only(module(), mesh["dp"]), pl.lower(computing, reduce=True))
     pipeline(blocks_only(module(), mesh["dp"]), pl.lower(computing, shard=True, reduce=True)).close()
     pipeline(module(), pl.lower(computing, shard=True, reduce=True)).close()
