@@ -124,6 +124,16 @@ def test_draw_to_a_file(pipeloom: Run, tmp_path: Path, ending: str) -> None:
     assert path.stat().st_size > 0
 
 
+def test_draw_does_not_write_over_what_it_draws(pipeloom: Run, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    pipeloom("simulate", "1F1B", *SIZES, "-o", str(path))
+    before = path.read_bytes()
+    status, _, err = pipeloom("draw", str(path), "-o", str(path))
+    assert status == 2
+    assert "is what is to be drawn, and would be lost; give another name" in " ".join(err.split())
+    assert path.read_bytes() == before
+
+
 def test_draw_from_the_standard_input(pipeloom: Run) -> None:
     status, out, _ = pipeloom("draw", "-", "--json", stdin="0F0,0B0\n1F0,1B0\n")
     assert status == 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeloom.cli._answer import AsJson, answer_json, faults
+from pipeloom.cli._answer import AsJson, UsageError, answer_json, faults
 from pipeloom.cli._drawn import answer_drawn
 from pipeloom.cli._source import Copies, Group, Microbatches, Pieces, Ranks, Skips, StagesPerRank
 from pipeloom.cli._timelines import CostsFile, HowReceived, TimelineSources, read_timelines
@@ -43,6 +44,8 @@ def draw(
     as_json: AsJson = False,
 ) -> None:
     """Draw schedules, one above the other: on the terminal, or to a file whose ending says in which format."""
+    if output is not None and _is_one_of(output, sources):
+        raise UsageError(f"--output {output} is what is to be drawn, and would be lost; give another name")
     with faults(as_json):
         timelines = read_timelines(
             sources,
@@ -62,3 +65,8 @@ def draw(
         answer_json([figures(timeline) for timeline in timelines])
     elif output is None:
         answer_drawn(lambda width, letters: blocks(timelines, width or PLAIN_WIDTH, letters))
+
+
+def _is_one_of(output: Path, sources: list[str]) -> bool:
+    there = [source for source in sources if os.path.exists(source)]
+    return os.path.exists(output) and any(os.path.samefile(source, output) for source in there)

@@ -42,9 +42,10 @@ def selftest(
         for name in names or schedules.names():
             try:
                 subjects.append(_subject(name, ranks).checked())
-            except SizeError:
+            except SizeError as error:
                 if names:
                     raise
+                typer.echo(f"left out: {error}", err=True)
     outcomes: list[tests.Outcome] = []
     for subject in subjects:
         by_name = subject.name in schedules.names()

@@ -29,6 +29,7 @@ def trace(schedule: Schedule, times: Times, peers: Peers) -> Timeline | None:
     transport = peers.transport
     if transport is None:
         return _timeline(schedule, [starts], [ends])
+    peers.gather()
     if peers.rank:
         row = ",".join(map(str, schedule.rows[peers.rank]))
         transport.send(0, (socket.gethostname(), row, array("d", starts).tobytes(), array("d", ends).tobytes()))
