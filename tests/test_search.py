@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -445,7 +446,7 @@ def test_ctrl_c_reaches_the_solver() -> None:
     best = min(greedy(task, 4), key=task.value)
 
     def interrupt() -> None:
-        while not any(frame.f_code.co_name == "result" for frame, _ in traceback.walk_stack(frames()[main])):
+        while not any(frame.f_code is wait.__code__ for frame, _ in traceback.walk_stack(frames()[main])):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

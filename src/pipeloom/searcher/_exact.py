@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, gcd, lcm
@@ -69,13 +69,18 @@ def exact(task: Task, best: Schedule, bound: float, *, seconds: float, work: flo
 def _solved(solver: Any, model: _Model) -> tuple[Any, bool]:
     """The solver's status, and whether Ctrl-C has ended it, which reaches only a thread that does not solve."""
     solver.parameters.catch_sigint_signal = False
+    interrupted = False
     with ThreadPoolExecutor(1, "solver") as pool:
         running = pool.submit(solver.solve, model.cp)
-        try:
-            return running.result(), False
-        except KeyboardInterrupt:
-            solver.stop_search()
-            return running.result(), True
+        while True:
+            try:
+                while not running.done():
+                    if interrupted:
+                        solver.stop_search()  # again and again, as it is lost on a solver that is about to begin
+                    wait([running], 0.1 if interrupted else None)
+                return running.result(), interrupted
+            except KeyboardInterrupt:
+                interrupted = True
 
 
 def _scale(task: Task) -> tuple[Fraction, bool]:
