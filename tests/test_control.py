@@ -140,41 +140,38 @@ def test_a_rank_that_is_killed_is_named_though_a_process_it_forked_lives_on(tmp_
     run(2, body, tmp_path, deadline=600.0, rank1=-9)
 
 
-def test_a_rank_that_is_stopped_is_named_after_the_deadline(tmp_path: Path) -> None:
-    def body(control: Control, transport: Transport) -> None:
-        begin(control, transport)
-        control.value(other(control), "samples")
-        if control.rank == 1:
-            transport.send(0, os.getpid())
-            transport.flush()
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(60)
+SILENT = r"rank 1 on .*: nothing was heard from it for 1 s \(deadline\)"
+
+
+def stop_rank_1(control: Control, transport: Transport, then: signal.Signals) -> None:
+    """Rank 1 stops itself; rank 0 waits for it, and sends it a signal when it has given it up."""
+    begin(control, transport)
+    control.value(other(control), "samples")
+    if control.rank == 1:
+        transport.send(0, os.getpid())
+        transport.flush()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
         stopped = transport.receive(1).wait()
         assert isinstance(stopped, int)
         try:
-            with pytest.raises(PeerFailed, match=r"rank 1 on .*: nothing was heard from it for 1 s"):
+            with pytest.raises(PeerFailed, match=SILENT):
                 transport.receive(1).wait()
         finally:
-            os.kill(stopped, signal.SIGKILL)
+            os.kill(stopped, then)
+
+
+def test_a_rank_that_is_stopped_is_named_after_the_deadline(tmp_path: Path) -> None:
+    def body(control: Control, transport: Transport) -> None:
+        stop_rank_1(control, transport, signal.SIGKILL)
 
     run(2, body, tmp_path, deadline=1.0, rank1=-9)
 
 
 def test_a_rank_that_goes_on_after_the_deadline_is_told_why_the_others_do_not(tmp_path: Path) -> None:
     def body(control: Control, transport: Transport) -> None:
-        begin(control, transport)
-        control.value(other(control), "samples")
-        if control.rank == 1:
-            transport.send(0, os.getpid())
-            transport.flush()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            stopped = transport.receive(1).wait()
-            assert isinstance(stopped, int)
-            with pytest.raises(PeerFailed, match=r"rank 1 on .*: nothing was heard from it for 1 s \(deadline\)"):
-                transport.receive(1).wait()
-            os.kill(stopped, signal.SIGCONT)
-        with pytest.raises(PeerFailed, match=r"rank 1 on .*: nothing was heard from it for 1 s \(deadline\)"):
+        stop_rank_1(control, transport, signal.SIGCONT)
+        with pytest.raises(PeerFailed, match=SILENT):
             transport.receive(other(control)).wait()
 
     run(2, body, tmp_path, deadline=1.0)

@@ -130,10 +130,8 @@ def test_a_rank_that_ends_before_it_comes_is_named(dead: list[int], named: str, 
         if group.rank() in dead:
             store.wait([f"initialised {rank}" for rank in range(4)])
             os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
         with pytest.raises(PeerFailed, match=f"{named}.* ended before it had connected"):
-            meet(group, unique(group, "test"), seconds=40)
-        assert time.monotonic() - start < 20
+            meet(group, unique(group, "test"))
 
     run_ranks(4, body, tmp_path, statuses=dict.fromkeys(dead, -signal.SIGKILL))
 
