@@ -19,6 +19,7 @@ test: $(STAMP)
 # Messages and steps beside torch's; each program has options of its own, and --json.
 bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/messages.py
+	$(VENV)/bin/python benchmarks/starting.py
 	$(VENV)/bin/python benchmarks/planning.py
 	for ranks in 2 4; do $(VENV)/bin/python -W ignore benchmarks/steps.py --stages tiny --ranks $$ranks; done
 	$(VENV)/bin/python -W ignore benchmarks/steps.py --stages small --microbatches 32

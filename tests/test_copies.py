@@ -262,6 +262,8 @@ def misplace() -> None:
     x = torch.ones(8, 2)
     with pytest.raises((BatchError, PeerFailed), match="inputs go to the ranks of the first stages, 0 and 3; this is"):
         pipe.step(x, target=x if pipe.last else None)
+    with pytest.raises((BatchError, PeerFailed), match=r"this is rank [12]: leave them out here, None too"):
+        pipe.step(x if pipe.first else None, target=x if pipe.last else None)
     pipe.close()
 
 

@@ -49,3 +49,20 @@ def test_unknown_names_are_attribute_errors() -> None:
     result = python("import pipeloom as pl; print(hasattr(pl, 'nothing')); pl.nothing")
     assert result.stdout == "False\n"
     assert "AttributeError: module 'pipeloom' has no attribute 'nothing'" in result.stderr
+
+
+def test_a_step_of_plain_modules_loads_nothing_of_dtensors_and_fsdp() -> None:
+    result = python(
+        "import sys, torch, pipeloom as pl\n"
+        "from pipeloom.runtime.launcher import launch\n"
+        "def train():\n"
+        "    stage = pl.Stage(torch.nn.Linear(2, 2), 0)\n"
+        "    pipe = pl.Pipeline([stage], '1F1B', microbatches=2, loss_fn=torch.nn.functional.mse_loss)\n"
+        "    pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))\n"
+        "    pipe.clip_grad_norm_(1.0)\n"
+        "    pipe.eval(torch.ones(4, 2), target=torch.ones(4, 2))\n"
+        "    heavy = ('torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo', 'sympy')\n"
+        "    print(pipe.loss().dim(), [each for each in heavy if each in sys.modules])\n"
+        "launch(train, 1)"
+    )
+    assert (result.stdout, result.returncode) == ("0 []\n", 0), result.stderr

@@ -75,10 +75,12 @@ class Given:
         inputs = bool(self.args) or self.arg_mbs is not None
         if ends.first and not inputs and not self.kwargs and self.kwarg_mbs is None:
             raise BatchError("this rank holds the first stage, and was given no inputs")
+        elsewhere = f"this is rank {ends.rank}: leave them out here"
         if not ends.first and inputs:
-            raise BatchError(f"inputs go to {_held('first', ends.first_ranks)}; this is rank {ends.rank}")
+            none = ", None too" if self.args and all(each is None for each in self.args) else ""
+            raise BatchError(f"inputs go to {_held('first', ends.first_ranks)}; {elsewhere}{none}")
         if not ends.last and (self.target is not None or self.target_mbs is not None):
-            raise BatchError(f"targets go to {_held('last', ends.last_ranks)}; this is rank {ends.rank}")
+            raise BatchError(f"targets go to {_held('last', ends.last_ranks)}; {elsewhere}")
 
 
 @dataclass(slots=True)

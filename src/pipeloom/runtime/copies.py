@@ -10,9 +10,9 @@ from operator import add
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import PipelineError
+from pipeloom.runtime.imported import is_dtensor
 from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import local
 from pipeloom.schedule import Schedule
@@ -151,8 +151,10 @@ def set_gradient(same: Sequence[nn.Parameter], brought: Sequence[Tensor], held: 
 
 def _as_gradient(part: Tensor, same: Sequence[nn.Parameter]) -> Tensor:
     like = next((each.grad for each in same if each.grad is not None), same[0])
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return part
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -7,16 +7,19 @@ name: "tp" of the sender and "tp" of the receiver. So the layout crosses in word
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from pipeloom.errors import MessageError
+from pipeloom.runtime.imported import is_dtensor
 from pipeloom.runtime.replicas import local
 from pipeloom.runtime.tree import map_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 _MARK = "\0dtensor"
 """The key by which a dict on the wire stands for a DTensor."""
@@ -31,7 +34,7 @@ class Meshes:
                 parameter.device_mesh
                 for module in modules
                 for parameter in module.parameters()
-                if isinstance(parameter, DTensor)
+                if is_dtensor(parameter)
             )
         )
 
@@ -53,15 +56,7 @@ class Meshes:
             case Tensor():
                 return value
             case {"\0dtensor": [names, placements, shape, stride, part]}:
-                whole = DTensor.from_local(
-                    part.detach(),
-                    self._find(names),
-                    [_placement(text) for text in placements],
-                    run_check=False,
-                    shape=torch.Size(shape),
-                    stride=tuple(stride),
-                )
-                return whole.requires_grad_(part.requires_grad)
+                return _whole(self._find(names), placements, shape, stride, part)
             case dict():
                 return {key: self.whole(item) for key, item in value.items()}
             case list() | tuple():
@@ -83,7 +78,7 @@ class Meshes:
 
 
 def _flat(tensor: Tensor) -> Tensor | Mapping[str, Any]:
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names
     if names is None:
@@ -93,7 +88,23 @@ def _flat(tensor: Tensor) -> Tensor | Mapping[str, Any]:
     return {_MARK: [list(names), placements, list(tensor.shape), list(tensor.stride()), part]}
 
 
+def _whole(mesh: DeviceMesh, placements: list[str], shape: list[int], stride: list[int], part: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    whole = DTensor.from_local(
+        part.detach(),
+        mesh,
+        [_placement(words) for words in placements],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+    return whole.requires_grad_(part.requires_grad)
+
+
 def _words(placement: Placement) -> str:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     if type(placement) is Shard:
         return f"shard {placement.dim}"
     if type(placement) is Replicate:
@@ -104,6 +115,8 @@ def _words(placement: Placement) -> str:
 
 
 def _placement(words: str) -> Placement:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     match words.split():
         case ["shard", dimension]:
             return Shard(int(dimension))

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.distributed.tensor import DTensor
 
 from pipeloom.action import Action, Kind
 from pipeloom.runtime.batch import Batch
 from pipeloom.runtime.dtensors import Meshes
+from pipeloom.runtime.imported import is_dtensor
 from pipeloom.runtime.overlap import Part
 from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.replicas import Replicas
@@ -303,7 +303,7 @@ class Run:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(f"loss_fn returned {kind}; it returns a loss of one element, or (loss, anything)")
-            if isinstance(loss, DTensor):
+            if is_dtensor(loss):
                 loss = loss.full_tensor()
             if self.train and not loss.requires_grad and any(each.requires_grad for each in tensors(output)):
                 raise TypeError("loss_fn returned a loss that no gradient flows from; leave out detach() and no_grad")

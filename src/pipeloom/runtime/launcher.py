@@ -46,7 +46,8 @@ def launch(
 
     Each rank finds `torch.distributed` initialised over loopback, and its number there. The cores are shared out among
     the ranks as threads, at least one each. However this ends, no rank is left behind: the first to fail ends all, and
-    so do Ctrl-C and SIGTERM here; on Linux the ranks end with this process even if it is killed.
+    so do Ctrl-C and SIGTERM here; on Linux the ranks end with this process even if it is killed. What this process has
+    imported the ranks need not; the first optimizer, for one, loads `torch._dynamo`, which takes a second.
 
     Args:
         function: what each rank runs.

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
+from pipeloom.runtime.imported import is_dtensor
 from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ABSENT = -1.0
 """Stands for the norm of a parameter without a gradient."""
@@ -71,7 +75,7 @@ def _norms(parameters: Sequence[nn.Parameter], device: torch.device) -> array[fl
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
             continue
-        if isinstance(parameter.grad, DTensor):
+        if is_dtensor(parameter.grad):
             parameter.grad = gradient = _without_partial_sums(parameter.grad)
             if groups := _holders(gradient):
                 spread.setdefault(groups, []).append(index)
@@ -86,6 +90,8 @@ def _norms(parameters: Sequence[nn.Parameter], device: torch.device) -> array[fl
 
 
 def _without_partial_sums(gradient: DTensor) -> DTensor:
+    from torch.distributed.tensor import Replicate
+
     placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
     return gradient if tuple(placements) == gradient.placements else gradient.redistribute(placements=placements)
 

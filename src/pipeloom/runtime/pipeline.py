@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from pipeloom.action import BACKWARD, Kind
 from pipeloom.errors import BatchError, PipelineError
@@ -21,6 +20,7 @@ from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.executor import Run, Work, keywords_of
 from pipeloom.runtime.failure import without_inner_calls
 from pipeloom.runtime.fitting import digest, lowered, made, modules_of, refuse_misfits, refuse_options, stages_of
+from pipeloom.runtime.imported import is_sharded_scaler
 from pipeloom.runtime.leftovers import Leftovers
 from pipeloom.runtime.microbatches import Handling, Weight, merge
 from pipeloom.runtime.program import Program
@@ -226,7 +226,7 @@ class Pipeline:
             )
         if self.last and self._loss_fn is None:
             raise PipelineError("step needs a loss: Pipeline(..., loss_fn=...)")
-        if scaler is not None and self._group and not isinstance(scaler, ShardedGradScaler):
+        if scaler is not None and self._group and not is_sharded_scaler(scaler):
             raise PipelineError(
                 "a gradient scaler of one rank skips steps that other ranks take; use "
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler over all ranks that train this model"

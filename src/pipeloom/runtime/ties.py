@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeloom.errors import PipelineError
 from pipeloom.runtime.copies import ModelCopies, set_gradient
+from pipeloom.runtime.imported import is_dtensor
 from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import local
 from pipeloom.schedule import Schedule
@@ -137,7 +137,7 @@ def _find(modules: Mapping[int, nn.Module], name: str, chain: int) -> dict[int, 
 
 
 def _fingerprint(parameter: nn.Parameter) -> int:
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    placements = parameter.placements if is_dtensor(parameter) else ()
     return zlib.crc32(f"{tuple(parameter.shape)} {parameter.dtype} {placements}".encode())
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+
+from pipeloom.runtime.imported import is_dtensor
 
 _BUCKET = 1 << 24
 """A buffer is closed once it holds so many numbers."""
@@ -19,7 +20,7 @@ _BUCKET = 1 << 24
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, which may be a DTensor; a view of it."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor = tensor.to_local()
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 

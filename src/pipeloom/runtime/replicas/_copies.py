@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeloom.runtime.imported import is_fsdp_module, is_fsdp_wrapper
 from pipeloom.runtime.replicas._average import average, local
 from pipeloom.runtime.replicas._managed import Managed
 
@@ -104,9 +104,9 @@ class Copies:
 
 
 def _is_legacy(module: nn.Module) -> bool:
-    if isinstance(module, FSDPModule):
+    if is_fsdp_module(module):
         return False
-    if isinstance(module, FullyShardedDataParallel | nn.DataParallel) or "replicate" in (_get_registry(module) or ()):
+    if is_fsdp_wrapper(module) or isinstance(module, nn.DataParallel) or "replicate" in (_get_registry(module) or ()):
         return True
     return hasattr(module, "no_sync") or hasattr(module, "unshard")
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from pipeloom.runtime.imported import is_fsdp_module
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+_SHARDS, _REPLICATES = "shard_process_group", "replicate_process_group"
+"""What a mesh has whose ranks hold parts of the parameters, or all of them."""
 
 
 class Managed:
@@ -25,7 +30,7 @@ class Managed:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        self._modules = [each for each in module.modules() if is_fsdp_module(each)]
         self._states: list[FSDPState] = list(dict.fromkeys(each._get_fsdp_state() for each in self._modules))
         self._handles: list[object] = []
         self._kept: list[_Kept] = []
@@ -133,7 +138,7 @@ class Managed:
             module.set_is_last_backward(reduces)
             module.set_requires_gradient_sync(reduces, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
-            if all(isinstance(group.mesh_info, FSDPMeshInfo) for group in module._get_fsdp_state()._fsdp_param_groups):
+            if all(hasattr(group.mesh_info, _SHARDS) for group in module._get_fsdp_state()._fsdp_param_groups):
                 module.set_reshard_after_forward(False, recurse=False)
 
     def _groups(self) -> Iterator[FSDPParamGroup]:
@@ -173,8 +178,7 @@ class _Kept(NamedTuple):
 
 def _process_groups(group: FSDPParamGroup) -> list[dist.ProcessGroup]:
     mesh = group.mesh_info
-    found = [mesh.shard_process_group] if isinstance(mesh, FSDPMeshInfo) else []
-    return [*found, mesh.replicate_process_group] if isinstance(mesh, DDPMeshInfo) else found
+    return [getattr(mesh, name) for name in (_SHARDS, _REPLICATES) if hasattr(mesh, name)]
 
 
 def _size(groups: list[dist.ProcessGroup]) -> int:
