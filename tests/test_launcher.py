@@ -21,7 +21,6 @@ from pipeloom.runtime.launcher import launch
 
 @pytest.fixture(autouse=True)
 def _no_child_stays() -> Iterator[None]:
-    torch.set_num_threads(1)  # ranks are forked from this process, which must not have used a thread pool
     yield
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
@@ -39,6 +38,23 @@ def test_every_rank_runs_and_they_are_connected(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         str(rank): repr((3, 33.0, rank, threads)) for rank in range(3)
     }
+
+
+def test_ranks_compute_with_threads_after_their_parent_did() -> None:
+    program = (
+        "import signal, sys, torch\n"
+        "from pipeloom.runtime.launcher import launch\n"
+        "def compute():\n"
+        "    torch.set_num_threads(2)\n"
+        "    signal.alarm(60)\n"
+        "    torch.nn.functional.layer_norm(torch.ones(4000, 256), (256,))\n"
+        "    torch.ones(300, 300) @ torch.ones(300, 300)\n"
+        "for _ in range(2):\n"
+        "    compute()\n"
+        "    launch(compute, 2)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_rank_that_raises_ends_all(capfd: pytest.CaptureFixture[str]) -> None:

@@ -73,15 +73,13 @@ def keywords_of(module: nn.Module) -> frozenset[str] | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Coming:
+class _Coming(NamedTuple):
     value: Pending
     number: int
     also: Sequence[Edge]
 
 
-@dataclass(frozen=True, slots=True)
-class _Again:
+class _Again(NamedTuple):
     value: Pending
     first: Edge
 
@@ -122,7 +120,9 @@ class Run:
         self._step = step
         self._randomness = work.randomness if train else None
         self._transport = transport
-        self._wiring = work.schedule.wiring
+        wiring = work.schedule.wiring
+        self._sources = {stage: wiring.sources(stage) for stage in work.modules}
+        self._targets = {stage: wiring.targets(stage) for stage in work.modules}
         self._values: dict[Edge, Any] = {}
         """What came or goes along an edge: a value, or a `Pending` one."""
         self._repeated: dict[Edge, Any] = {}
@@ -215,11 +215,12 @@ class Run:
         self.microbatch = microbatch
         if self._randomness:
             self._randomness.forward(self._step, microbatch)
-        if self._wiring.first(stage):
+        sources = self._sources[stage]
+        if not sources:
             arguments = self.batch.arguments[microbatch]
         else:
             taken: list[Any] = []
-            for source in self._wiring.sources(stage):
+            for source in sources:
                 value, shared = unmarked(self._take((source, stage, microbatch)))
                 if self.train:
                     value = map_tensors(tape.enter, value)
@@ -258,11 +259,11 @@ class Run:
         self.microbatch = None
         watched, tape.watched = tape.watched, []
         refuse_changes(stage, watched)
-        if self._wiring.last(stage):
+        targets = self._targets[stage]
+        if not targets:
             self._finish(stage, microbatch, tape, output)
         else:
             chain, skip = self._outward(stage, output)
-            targets = self._wiring.targets(stage)
             values = [map_tensors(_cut, chain if target == stage + 1 else skip) for target in targets]
             shared = share_memory(values, watched)
             for target, value in zip(targets, values, strict=True):
@@ -280,7 +281,7 @@ class Run:
         """What goes to the next stage, and what goes along the skip edges that begin at this one."""
         if type(output) is not Tensor:
             map_tensors(_cut, output, f"the output of stage {stage}")  # refuses what cannot cross
-        if len(self._wiring.targets(stage)) == 1:
+        if len(self._targets[stage]) == 1:
             return output, None
         if not isinstance(output, tuple) or len(output) < 2:
             raise TypeError(
@@ -318,16 +319,17 @@ class Run:
         if self._randomness:
             self._randomness.backward(self._step, microbatch)
         tape = self._tapes[stage, microbatch]
-        if self._wiring.last(stage):
+        targets = self._targets[stage]
+        if not targets:
             return list(tape.shares)
-        chain, *skips = [self._take((target, stage, microbatch)) for target in self._wiring.targets(stage)]
+        chain, *skips = [self._take((target, stage, microbatch)) for target in targets]
         # Added up as the engine would: it runs the latest stage first, and the chain last.
         return [*_add_up(reversed(skips)), *chain, *tape.shares]
 
     def end_backward(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         """Hand the gradients of the stage's inputs to the stages they came from."""
         start = 0
-        for source, end in zip(self._wiring.sources(stage), self._tapes[stage, microbatch].taken, strict=True):
+        for source, end in zip(self._sources[stage], self._tapes[stage, microbatch].taken, strict=True):
             self._values[stage, source, microbatch] = gradients[start:end]
             start = end
 

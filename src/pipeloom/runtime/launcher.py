@@ -1,8 +1,6 @@
 """Starts the ranks of one machine: torch is imported once, in this process, and every rank is forked from it.
 
-Nothing is pickled: a rank gets its function and arguments by being a copy of this process. For the same reason this
-process must not have computed with several threads before (thread pools do not survive a fork); importing is fine, and
-so is computing after `torch.set_num_threads(1)`.
+Nothing is pickled: a rank gets its function and arguments by being a copy of this process.
 """
 
 from __future__ import annotations
@@ -67,6 +65,7 @@ def launch(
     parent = os.getpid()
     on_terminate = signal.signal(signal.SIGTERM, _exit_on_terminate)
     try:
+        _end_pool()
         # No signal may strike a rank while it still looks like this process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -93,6 +92,15 @@ def launch(
         listener.close()
         _end(list(children))
         signal.signal(signal.SIGTERM, on_terminate)
+
+
+def _end_pool() -> None:
+    """End the threads with which torch computes here, for they do not survive a fork; the next computation starts new
+    ones. A rank that counted on them would hang."""
+    omp_pause_hard = 2
+    openmp = ctypes.CDLL(torch._C.__file__)  # what torch is linked with is looked through too
+    if hasattr(openmp, "omp_pause_resource_all"):
+        openmp.omp_pause_resource_all(omp_pause_hard)
 
 
 def _first(children: dict[int, int], rank: int, code: int) -> tuple[int, int]:

@@ -73,10 +73,11 @@ class SplitBackward:
         if not plan.roots:
             return [None] * len(entries)
         early = plan.early(nodes)
-        starts_at = {nodes[index] for index in plan.roots}
-        starts_at |= {nodes[index] for index, group in plan.other_roots if group in early}
-        starts = [pair for pair in self._waiting if pair[0].node in starts_at]
-        waiting = [pair for pair in self._waiting if pair[0].node not in starts_at]
+        starts, waiting = self._waiting, []
+        if plan.other_roots:
+            later = {nodes[index] for index, group in plan.other_roots if group not in early}
+            starts = [pair for pair in self._waiting if pair[0].node not in later]
+            waiting = [pair for pair in self._waiting if pair[0].node in later]
         self._joins = plan.joins(nodes, early)
         for number, (node, _) in enumerate(self._joins):  # not to be removed, as it keeps nothing once W has run
             node.register_prehook(partial(self._arrived.__setitem__, number))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +15,16 @@ from pipeloom.runtime.split_backward import Gradients, SplitBackward, Waiting, b
 
 def without_autocast() -> AbstractContextManager[object]:
     """A backward runs in the types that its forward chose, also where the caller's autocast reaches around both."""
+    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not enabled:
+        return _NOTHING
     stack = ExitStack()
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
+    for device in enabled:
+        stack.enter_context(torch.autocast(device, enabled=False))
     return stack
+
+
+_NOTHING = nullcontext()
 
 
 SMALL = 64 << 10

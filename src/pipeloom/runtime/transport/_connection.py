@@ -179,11 +179,15 @@ class Connection:
                 self._fill(unwanted.data_ptr(), min(self._unread, unwanted.nbytes))
 
     def _wait(self) -> None:
-        """Wait for something to arrive."""
-        self._poll.poll()
-        with contextlib.suppress(OSError):
-            if self.link.refill():  # what has come counts, also beside a failure: it was sent before
+        """Wait for something to arrive. What has come counts, also beside a failure: it was sent before."""
+        try:
+            if self.link.refill():
                 return
+            self._poll.poll()
+            if self.link.refill():
+                return
+        except OSError:
+            pass
         raise self._failure()
 
     def _failure(self) -> PipeloomError:
