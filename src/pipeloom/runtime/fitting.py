@@ -1,17 +1,20 @@
-"""Whether stages, schedule and ranks go together, before any message is sent."""
+"""Whether stages, schedule, ranks and arguments go together, before any message is sent."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from pipeloom import schedules
 from pipeloom._pieces import refuse_pieces
 from pipeloom.action import SHARDING
-from pipeloom.errors import PipelineError
+from pipeloom.errors import BatchError, PipelineError
 from pipeloom.passes import lower
+from pipeloom.runtime.executor import keywords_of
 from pipeloom.runtime.replicas import Replicas
 from pipeloom.runtime.stage import Stage
 from pipeloom.schedule import Schedule
@@ -74,6 +77,14 @@ def modules_of(stages: Iterable[Stage]) -> dict[int, nn.Module]:
     return dict(sorted(modules.items()))
 
 
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """Where the first of their tensors is."""
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            return tensor.device
+    return torch.device("cpu")
+
+
 def made(schedule: Schedule | str, ranks: int, microbatches: int | None, stages: int) -> Schedule:
     """The schedule that was given, made if only named, and checked."""
     if isinstance(schedule, str):
@@ -112,3 +123,18 @@ def refuse_misfits(schedule: Schedule, rank: int, ranks: int, modules: Mapping[i
             "pipeloom.split(model, into=schedule) makes the right ones"
         )
     refuse_pieces(schedule)
+
+
+def refuse_unknown_keywords(keywords: Sequence[Mapping[str, Any]], modules: Mapping[int, nn.Module], rank: int) -> None:
+    """Refuse keyword arguments of microbatches that none of a rank's stages takes.
+
+    Raises:
+        BatchError: with the names.
+    """
+    accepts = [keywords_of(module) for module in modules.values()]
+    if any(names is None for names in accepts):
+        return
+    known = frozenset[str]().union(*(names for names in accepts if names is not None))
+    unknown = sorted({name for entry in keywords for name in entry} - known)
+    if unknown:
+        raise BatchError(f"no stage on rank {rank} takes {', '.join(unknown)}; they take {', '.join(sorted(known))}")

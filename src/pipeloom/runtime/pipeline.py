@@ -17,9 +17,19 @@ from pipeloom.passes import forward_only
 from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
 from pipeloom.runtime.dtensors import Meshes
-from pipeloom.runtime.executor import Run, Work, keywords_of
+from pipeloom.runtime.executor import Run, Work
 from pipeloom.runtime.failure import without_inner_calls
-from pipeloom.runtime.fitting import digest, lowered, made, modules_of, refuse_misfits, refuse_options, stages_of
+from pipeloom.runtime.fitting import (
+    device_of,
+    digest,
+    lowered,
+    made,
+    modules_of,
+    refuse_misfits,
+    refuse_options,
+    refuse_unknown_keywords,
+    stages_of,
+)
 from pipeloom.runtime.imported import is_sharded_scaler
 from pipeloom.runtime.leftovers import Leftovers
 from pipeloom.runtime.microbatches import Handling, Weight, merge
@@ -101,7 +111,7 @@ class Pipeline:
             held = modules_of(given)
             chosen = made(schedule, peers.ranks, microbatches, len(given))
             refuse_misfits(chosen, self.rank, peers.ranks, held)
-            self._device = _device(held.values())
+            self._device = device_of(held.values())
             self._team.connect(agreed, self._device)
             self._replicas = Replicas(given, self._group, peers, self._device)
             self._modules = modules_of(self._replicas.stages)
@@ -295,7 +305,7 @@ class Pipeline:
                 agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
             ) as batch:
                 batch.cut_keywords(given, self._handling)
-                self._refuse_unknown_keywords(batch.keywords)
+                refuse_unknown_keywords(batch.keywords, self._modules, self.rank)
                 yield batch
             self._failed = False
         except BaseException:
@@ -424,17 +434,6 @@ class Pipeline:
         """Let go of the connections to the other ranks; every rank calls it."""
         self._team.close()
 
-    def _refuse_unknown_keywords(self, keywords: Sequence[Mapping[str, Any]]) -> None:
-        accepts = [keywords_of(module) for module in self._modules.values()]
-        if any(names is None for names in accepts):
-            return
-        known = frozenset[str]().union(*(names for names in accepts if names is not None))
-        unknown = sorted({name for entry in keywords for name in entry} - known)
-        if unknown:
-            raise BatchError(
-                f"no stage on rank {self.rank} takes {', '.join(unknown)}; they take {', '.join(sorted(known))}"
-            )
-
     def _program(self, microbatches: int | None) -> Program:
         """The rows of this rank, compiled: those of the schedule, or for evaluation with so many microbatches."""
         if microbatches not in self._programs:
@@ -492,10 +491,3 @@ class Pipeline:
 
 def _name(weight: Weight) -> str:
     return weight if isinstance(weight, str) else "a function"
-
-
-def _device(modules: Iterable[nn.Module]) -> torch.device:
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            return tensor.device
-    return torch.device("cpu")
