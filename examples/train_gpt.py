@@ -67,7 +67,7 @@ def main() -> None:
     torch.manual_seed(0)  # every rank builds the same model and keeps its own stages of it
     stages = pl.split(GPT(), into=schedule)
     pipe = pl.Pipeline(stages, schedule, loss_fn=loss_fn)
-    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.module.parameters()], lr=1e-3)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
 
     text = torch.tensor(list(b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("a*.py")))))
     for step in range(1, STEPS + 1):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 
-import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import PipelineError
@@ -16,6 +16,9 @@ from pipeloom.runtime.imported import is_dtensor
 from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import local
 from pipeloom.schedule import Schedule
+
+Held = Mapping[nn.Parameter, Tensor | None]
+"""The gradients that places of one weight hold from earlier steps."""
 
 
 @dataclass(slots=True)
@@ -28,11 +31,25 @@ class _Stage:
     """The rank of each copy."""
     parameters: list[tuple[nn.Parameter, ...]] = field(init=False)
     """This rank's copies of each parameter."""
-    held: list[Tensor | None] = field(init=False, default_factory=list)
+    held: list[Held] = field(init=False, default_factory=list)
     """The gradients of earlier steps, while a step runs."""
 
     def __post_init__(self) -> None:
-        self.parameters = list(zip(*(module.parameters() for module in self.modules), strict=True))
+        self.parameters = self._found()
+
+    def _found(self) -> list[tuple[nn.Parameter, ...]]:
+        return list(zip(*(module.parameters() for module in self.modules), strict=True))
+
+    def refuse_others(self) -> None:
+        """Refuse modules that have other parameters by now."""
+        try:
+            same = [[*map(id, each)] for each in self._found()] == [[*map(id, each)] for each in self.parameters]
+        except ValueError:  # one copy has more of them than another
+            same = False
+        if not same:
+            raise PipelineError(
+                "a stage of which there are copies has other parameters than when the pipeline was made; make a new one"
+            )
 
 
 class ModelCopies:
@@ -51,9 +68,9 @@ class ModelCopies:
 
     def __init__(self, modules: Mapping[int, nn.Module], schedule: Schedule, peers: Peers) -> None:
         self._peers = peers
-        self._modules = modules if schedule.wiring.copies > 1 else {}
         self._stages: list[_Stage] = []
-        self._before: dict[tuple[int, str], Tensor] = {}
+        self._places: dict[nn.Parameter, dict[int, str]] = {}
+        """The parameters that several stages have, and what each calls them."""
         if schedule.wiring.copies == 1:
             return
         _refuse_misfits(modules, schedule, peers)
@@ -63,68 +80,57 @@ class ModelCopies:
             own = [modules[number] for number in numbers if number in modules]
             if own:
                 self._stages.append(_Stage(own, [schedule.placement[number] for number in numbers]))
+        places: dict[nn.Parameter, dict[int, str]] = defaultdict(dict)
+        for number, module in modules.items():
+            for name, each in module.named_parameters():
+                places[each].setdefault(number % chain, name)
+        self._places = {each: found for each, found in places.items() if len(found) > 1}
         self._make_equal()
 
     def parameters(self) -> set[nn.Parameter]:
         """This rank's parameters that have copies."""
         return {each for stage in self._stages for same in stage.parameters for each in same}
 
-    def begin(self) -> None:
-        """Set the gradients of earlier steps aside, and note the state of buffers."""
+    def begin(self, apart: Collection[nn.Parameter]) -> None:
+        """Set the gradients of earlier steps aside.
+
+        Raises:
+            PipelineError: parameters have been added or replaced since the pipeline was made, or stages share one that
+                is not in `apart`.
+        """
+        for parameter, names in self._places.items():
+            if parameter not in apart:
+                tie = ", ".join(f'"{stage}:{name}"' for stage, name in sorted(names.items()))
+                raise PipelineError(
+                    f"stages {' and '.join(map(str, sorted(names)))} share a parameter on this rank, and the schedule "
+                    f"runs several copies of the model; say on every rank that it is one weight: pipe.tie({tie})"
+                )
         for stage in self._stages:
-            stage.held = [same[0].grad for same in stage.parameters]
-            for same in stage.parameters:
-                for each in same:
-                    each.grad = None
-        self._before = {place: buffer.clone() for place, buffer in self._buffers().items()}
+            stage.refuse_others()
+        for stage in self._stages:
+            stage.held = [set_aside(same) for same in stage.parameters]
 
     def abort(self) -> None:
         """Put the gradients of earlier steps back; nothing of this step remains."""
         for stage in self._stages:
-            if stage.held:
-                for same, held in zip(stage.parameters, stage.held, strict=True):
-                    set_gradient(same, [], held)
-                stage.held = []
+            for held in stage.held:
+                set_gradient(held, [])
+            stage.held = []
 
     def finish(self, apart: Collection[nn.Parameter]) -> None:
         """Add up what this step brought to all copies, in their order, except of the parameters in `apart`.
 
         Raises:
-            PipelineError: a forward has changed a buffer.
             PeerFailed: a rank of the pipeline failed.
         """
-        self._refuse_changed_buffers()
         for stage in self._stages:
             everywhere = self._peers.exchange(stage.ranks, _brought(stage.modules))
             of_rank = {rank: iter(brought) for rank, brought in everywhere.items()}
             of_copy = [next(of_rank[rank]) for rank in stage.ranks]
             for same, held, *each in zip(stage.parameters, stage.held, *of_copy, strict=True):
                 if same[0] not in apart:
-                    set_gradient(same, [gradient for gradient in each if gradient is not None], held)
+                    set_gradient(held, [gradient for gradient in each if gradient is not None])
             stage.held = []
-
-    def _refuse_changed_buffers(self) -> None:
-        """Refuse that forwards have changed a buffer: each copy has seen some of the microbatches only."""
-        for (stage, name), buffer in self._buffers().items():
-            before = self._before.get((stage, name))  # not all that writes into a tensor changes its version
-            if before is None or not torch.equal(before, buffer):
-                raise PipelineError(
-                    f"stage {stage} changes its buffer '{name}' in a training step. The schedule runs several copies "
-                    "of the model, and each sees some of the microbatches only, so that none can have the value of one "
-                    "process. Use a normalisation without running statistics, put the module in eval mode, make the "
-                    "buffer one that is not persistent (each copy then has its own), or train under a schedule with "
-                    "one copy, such as DualPipeV"
-                )
-
-    def _buffers(self) -> dict[tuple[int, str], Tensor]:
-        """The persistent buffers of this rank's stages that have copies, detached."""
-        return {
-            (stage, f"{outer}.{name}".removeprefix(".")): local(buffer)
-            for stage, whole in self._modules.items()
-            for outer, module in whole.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        }
 
     def _make_equal(self) -> None:
         """Give all copies the values of the first."""
@@ -136,21 +142,35 @@ class ModelCopies:
                     tensor.copy_(value)
 
 
-def set_gradient(same: Sequence[nn.Parameter], brought: Sequence[Tensor], held: Tensor | None) -> None:
+def set_aside(same: Iterable[nn.Parameter]) -> Held:
+    """Take the gradients off parameters that are one weight."""
+    held = {each: each.grad for each in same}
+    for each in held:
+        each.grad = None
+    return held
+
+
+def set_gradient(held: Held, brought: Sequence[Tensor]) -> None:
     """Give parameters that are one weight the sum of what a step brought, in order, and of what was held before.
 
-    `brought` are this rank's parts of the gradients, where a mesh of ranks holds them in parts.
+    A gradient that was held stays the tensor it is, as in any backward: it may be a view of a buffer. `brought` are
+    this rank's parts of the gradients, where a mesh of ranks holds them in parts.
     """
-    total = held
-    if brought:
-        total = _as_gradient(reduce(add, brought), same)
-        total = total if held is None else held + total
-    for index, each in enumerate(dict.fromkeys(same)):
-        each.grad = total.clone() if total is not None and index else total
+    total = _as_gradient(reduce(add, brought), held) if brought else None
+    first = next(iter(held.values()), None)
+    if total is not None and first is not None:
+        total = first + total
+    for index, (each, before) in enumerate(held.items()):
+        if total is None:
+            each.grad = before
+        elif before is None:
+            each.grad = total.clone() if index else total
+        else:
+            each.grad = before.copy_(total)
 
 
-def _as_gradient(part: Tensor, same: Sequence[nn.Parameter]) -> Tensor:
-    like = next((each.grad for each in same if each.grad is not None), same[0])
+def _as_gradient(part: Tensor, same: Iterable[nn.Parameter]) -> Tensor:
+    like = next((each.grad for each in same if each.grad is not None), next(iter(same)))
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor

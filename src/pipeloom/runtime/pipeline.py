@@ -42,6 +42,7 @@ from pipeloom.runtime.ties import Ties
 from pipeloom.runtime.times import Times
 from pipeloom.runtime.tracing import trace
 from pipeloom.runtime.transport import Plain
+from pipeloom.runtime.unchanged import Unchanged
 from pipeloom.schedule import Schedule
 from pipeloom.timeline import Timeline
 
@@ -124,6 +125,7 @@ class Pipeline:
             stages = self._replicas.stages
             self._randomness = Randomness(seed, stages, self.schedule.wiring.stages) if seed is not None else None
             self._leftovers = Leftovers(self._modules.values(), self._replicas)
+            self._unchanged = Unchanged(stages, self.schedule.wiring.copies)
             self._ties = Ties(self._modules, self.schedule, peers)
             self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
             self._replicas.later = self._ties.parameters()
@@ -142,6 +144,14 @@ class Pipeline:
     def modules(self) -> Mapping[int, nn.Module]:
         """The modules of this rank's stages, by the number of the stage."""
         return self._modules
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters, each once, in the order of its stages: what its optimizer takes.
+
+        A weight that two stages of this rank share is in the modules of both, and an optimizer that were given it twice
+        would change it twice.
+        """
+        return list(dict.fromkeys(each for module in self._modules.values() for each in module.parameters()))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -257,10 +267,13 @@ class Pipeline:
         self._leftovers.begin()
         if scaler is not None:
             scaler.scale(torch.ones((), device=self._device))  # it must know its device on every rank
+        several = self._ties.parameters()
+        self._unchanged.begin(several)
         self._ties.begin()
         try:
             with self._randomness.during() if self._randomness else nullcontext():
                 output = self._walk(None, batch, losses, train=True, keep=keep, reduce=reduce, scaler=scaler)
+            self._unchanged.refuse_changes(several)
             self._ties.finish()
             self._replicas.finish_step(reduce=reduce)
         except BaseException:

@@ -23,6 +23,8 @@ class Stage:
     """Whether the module's names are those of the whole model, as `pipeloom.split` makes them."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Names of parameters that are one weight of the model, all ties of the model; see `Pipeline.tie`."""
+    shared: tuple[tuple[str, ...], ...] = ()
+    """Names of buffers that are one buffer of the model, all of the model."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):

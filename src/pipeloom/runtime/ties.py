@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import PipelineError
-from pipeloom.runtime.copies import ModelCopies, set_gradient
+from pipeloom.runtime.copies import Held, ModelCopies, set_aside, set_gradient
 from pipeloom.runtime.imported import is_dtensor
 from pipeloom.runtime.peers import Peers
 from pipeloom.runtime.replicas import local
@@ -25,8 +25,8 @@ class _Tie:
     """Whether the first copy is here: where a weight is counted once, it is this copy that counts."""
     ranks: list[int]
     """The ranks that hold a copy."""
-    held: Tensor | None = None
-    """The gradient of earlier steps, while a step runs."""
+    held: Held = field(default_factory=dict)
+    """The gradients of earlier steps, while a step runs."""
 
 
 class Ties:
@@ -97,23 +97,20 @@ class Ties:
     def begin(self) -> None:
         """Set the gradients of earlier steps aside."""
         for tie in self._ties:
-            tie.held = tie.own[0].grad if tie.own else None
-            for copy in tie.own:
-                copy.grad = None
-        self._copies.begin()
+            tie.held = set_aside(tie.own)
+        self._copies.begin(apart=self._tied())
 
     def abort(self) -> None:
         """Put the gradients of earlier steps back; nothing of this step remains."""
         self._copies.abort()
         for tie in self._ties:
-            set_gradient(tie.own, [], tie.held)
-            tie.held = None
+            set_gradient(tie.held, [])
+            tie.held = {}
 
     def finish(self) -> None:
         """Add up what this step brought to all places.
 
         Raises:
-            PipelineError: a forward has changed what copies of the model cannot have in common.
             PeerFailed: a rank of the pipeline failed.
         """
         self._copies.finish(apart=self._tied())
@@ -122,8 +119,8 @@ class Ties:
                 brought = _sum([local(each.grad) for each in tie.own if each.grad is not None])
                 everywhere = self._peers.exchange(tie.ranks, brought)
                 parts = [everywhere[rank] for rank in tie.ranks if everywhere[rank] is not None]
-                set_gradient(tie.own, parts, tie.held)
-                tie.held = None
+                set_gradient(tie.held, parts)
+                tie.held = {}
 
 
 def _find(modules: Mapping[int, nn.Module], name: str, chain: int) -> dict[int, nn.Parameter]:

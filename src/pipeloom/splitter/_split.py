@@ -14,7 +14,7 @@ from pipeloom.runtime.stage import Stage
 from pipeloom.schedule import Schedule
 from pipeloom.splitter._layers import Layer, layers_of, outward
 from pipeloom.splitter._part import part_of
-from pipeloom.splitter._ties import ties_of
+from pipeloom.splitter._ties import shared_buffers_of, ties_of
 
 
 def split(model: nn.Module, into: Schedule, cuts: Sequence[str] | None = None, rank: int | None = None) -> list[Stage]:
@@ -54,9 +54,10 @@ def split(model: nn.Module, into: Schedule, cuts: Sequence[str] | None = None, r
     count = into.wiring.stages
     starts = _starts(name, layers, cuts, count) if cuts is not None else _balanced(_parameters(model, layers), count)
     pieces = [layers[start:end] for start, end in pairwise([*starts, len(layers)])]
-    ties = ties_of(model)
+    ties, shared = ties_of(model), shared_buffers_of(model)
     return [
-        Stage(_module(model, pieces, stage % count), stage, whole=True, ties=ties) for stage in into.stages_of(rank)
+        Stage(_module(model, pieces, stage % count), stage, whole=True, ties=ties, shared=shared)
+        for stage in into.stages_of(rank)
     ]
 
 

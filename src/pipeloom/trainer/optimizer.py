@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -10,9 +10,8 @@ from torch import nn
 from pipeloom.trainer.config import OptimizerConfig
 
 
-def adamw(modules: Iterable[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW for the parameters of `modules`, without weight decay for biases and norms."""
-    parameters = [parameter for module in modules for parameter in module.parameters()]
+def adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW for `parameters`, without weight decay for biases and norms."""
     groups = [
         {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},

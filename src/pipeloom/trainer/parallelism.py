@@ -6,7 +6,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from pipeloom.checkpoints import load, save
 from pipeloom.errors import PipelineError
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.launcher import launch
-from pipeloom.runtime.stage import Stage
 from pipeloom.splitter import fill, split
 from pipeloom.trainer.config import ModelConfig
 from pipeloom.trainer.corpus import Corpus
@@ -120,7 +119,7 @@ def _outcome(case: Case, mesh: DeviceMesh, corpus: Corpus, checkpoint: Path) -> 
     try:
         for stage in split(model, into=schedule, rank=mesh.get_local_rank("pp")):
             fill(stage.module, seed=dist.get_rank())
-            stages.append(Stage(_wrapped(case, stage.module, mesh), stage.index, stage.whole, stage.ties))
+            stages.append(replace(stage, module=_wrapped(case, stage.module, mesh)))
         pipe = Pipeline(stages, schedule, loss_fn=loss_fn, group=mesh.get_group("pp"))
     except PipelineError as error:
         return Outcome(case.name, case.schedule, [], None, str(error))
@@ -128,8 +127,7 @@ def _outcome(case: Case, mesh: DeviceMesh, corpus: Corpus, checkpoint: Path) -> 
         save(checkpoint, pipe)
     else:
         load(checkpoint, pipe, group=dist.group.WORLD)
-    parameters = [parameter for module in pipe.modules.values() for parameter in module.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=1.0)  # unlike Adam, it shows a gradient of the wrong size
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)  # unlike Adam, it shows a gradient of the wrong size
     losses = []
     for step in range(STEPS):
         inputs, target = _share(pipe, mesh, *corpus.batch(0, step, SEQUENCES))

@@ -47,7 +47,7 @@ def run(config: TrainConfig, schedule: Schedule, corpus: Corpus) -> None:
         fill(stage.module, config.seed, device)
     pipe = Pipeline(stages, schedule, loss_fn=loss_fn)
     reports = pipe.rank == schedule.placement[schedule.wiring.stages - 1]
-    optimizer = adamw([stage.module for stage in stages], config.optimizer)
+    optimizer = adamw(pipe.parameters(), config.optimizer)
     size = config.sequences(schedule.microbatches)
     saved = Saved(config, corpus.digest, size)
     done = saved.load(pipe, optimizer)

@@ -25,9 +25,8 @@ class OneProcess:
         for stage in self._stages:
             fill(stage.module, config.seed, device)
         self._schedule, self._clip, self._device = schedule, config.optimizer.clip, device
-        modules = [stage.module for stage in self._stages]
-        self._parameters = [parameter for module in modules for parameter in module.parameters()]
-        self._optimizer = adamw(modules, config.optimizer)
+        self._parameters = [parameter for stage in self._stages for parameter in stage.module.parameters()]
+        self._optimizer = adamw(self._parameters, config.optimizer)
 
     def step(self, batch: tuple[Tensor, Tensor], rate: float) -> list[Tensor]:
         """Train one step, and return the loss of each microbatch."""
