@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from models import WIDTH
-from pipeloom.errors import BatchError, DisagreementError, PeerFailed
+from pipeloom.errors import BatchError, DisagreementError, PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
+from pipeloom.runtime.tree import tensors
 from test_pipeline import SCHEDULES, Side, make, square
 
 KINDS = ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -47,6 +50,57 @@ class Adds(nn.Module):
             self.add(x.square().mean() + self.linear.weight.square().mean())
             self.add(self.aside.square().sum())
         return x
+
+
+class Recomputed(nn.Module):
+    """A stage under activation checkpointing, which notes the microbatches that its forwards are told."""
+
+    def __init__(self, inner: nn.Module, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+        self.pipe: pl.Pipeline
+        self.told: list[int] = []
+
+    def body(self, x: Tensor) -> Tensor:
+        self.told.append(self.pipe.microbatch)
+        result: Tensor = self.inner(x)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return result
+
+
+def recompute(name: str) -> None:
+    side = Side(make(name, 2, 4), adding, loss_fn=square)
+    collected: list[Tensor] = []
+    for module in side.whole:
+        module.add = collected.append  # type: ignore[assignment]
+    modules = {stage: Recomputed(module) for stage, module in side.own.items()}
+    pipe = pl.Pipeline([pl.Stage(module, stage) for stage, module in modules.items()], side.schedule, loss_fn=square)
+    for each in modules.values():
+        each.pipe, each.inner.add = pipe, pipe.add_loss  # type: ignore[assignment]
+    x, y = numbers(8, 0), numbers(8, 1)
+    pipe.step(*[x][: pipe.first], target=y if pipe.last else None)
+    pl.reference.step(side.whole, side.schedule, x, target=y, loss_fn=square, added=collected)
+    side.same_gradients()
+    for each in modules.values():
+        assert sorted(each.told) == [0, 0, 1, 1, 2, 2, 3, 3]
+    pipe.close()
+    side.pipe.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_forwards_that_run_again_know_their_microbatch_and_add_no_loss_again(name: str) -> None:
+    launch(recompute, 2, name)
+
+
+def test_a_loss_that_would_be_left_out_is_refused() -> None:
+    stage = Recomputed(Adds(1), reentrant=True)
+    pipe = pl.Pipeline([pl.Stage(stage, 0)], make("1F1B", 1, 2), loss_fn=square)
+    stage.pipe, stage.inner.add = pipe, pipe.add_loss  # type: ignore[assignment]
+    with pytest.raises(PipelineError, match="add_loss is called where gradients are off"):
+        pipe.step(numbers(4, 0).requires_grad_(), target=numbers(4, 1))
 
 
 def adding(stages: int) -> list[nn.Module]:
@@ -322,3 +376,57 @@ def disagree(case: str) -> None:
 @pytest.mark.parametrize("case", ["schedule", "microbatches", "call", "batch_id", "samples"])
 def test_ranks_that_disagree_all_hear_of_it(case: str) -> None:
     launch(disagree, 2, case)
+
+
+# Outputs, and microbatches that do not count
+
+
+@pytest.mark.parametrize(
+    ("output", "fits"),
+    [
+        (lambda x: x, True),
+        (lambda x: {"logits": x.repeat(3, 1), "mean": x.mean()}, True),
+        (lambda x: x.t(), False),
+        (lambda x: (x, x.sum(0)), False),
+        (lambda x: x.repeat(3, 1).view(3 * WIDTH, -1), False),
+    ],
+)
+def test_outputs_are_joined_along_the_samples_or_refused(output: Callable[[Tensor], Any], fits: bool) -> None:
+    class Last(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return output(super().forward(x))
+
+    def loss_fn(found: Any) -> Tensor:
+        return sum((each.sum() for each in tensors(found)), torch.zeros(()))
+
+    torch.manual_seed(0)
+    last = Last(WIDTH, WIDTH)
+    pipe = pl.Pipeline([pl.Stage(last, 0)], make("1F1B", 1, 2), loss_fn=loss_fn)
+    x = numbers(5, 0)
+    pipe.step(x, return_outputs=False)
+    if fits:
+        assert tensors(pipe.eval(x))[0].shape[0] % 5 == 0
+        return
+    for call in (pipe.step, pipe.eval):
+        with pytest.raises(BatchError, match=r"for a microbatch of 3 samples.*return_outputs=False"):
+            call(x)
+
+
+def test_a_microbatch_of_which_nothing_counts_brings_nothing_to_the_loss() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target, ignore_index=-1)
+
+    def valid(target: Tensor) -> Tensor:
+        return (target >= 0).sum()
+
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH)
+    whole = copy.deepcopy(layer)
+    pipe = pl.Pipeline([pl.Stage(layer, 0)], make("1F1B", 1, 2), loss_fn=loss_fn, weight=valid)
+    x, y = numbers(4, 0), torch.tensor([1, 0, -1, -1])
+    expected = loss_fn(whole(x), y)
+    expected.backward()
+    for call in (pipe.step, pipe.eval):
+        call(x, target=y)
+        torch.testing.assert_close(pipe.loss(), expected.detach())
+    torch.testing.assert_close(layer.weight.grad, whole.weight.grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 
@@ -295,6 +297,41 @@ class GivesAway(Model):
         return x
 
 
+class Keeps(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda kept: kept.float()):
+            return self.head(x)  # type: ignore[no-any-return]
+
+
+class Trains(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else self.head(self.embedding(x))
+
+
+class Asks(Model):
+    """A chain but for what is done with its input, or beside it."""
+
+    def __init__(self, ask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.ask(x))
+
+
+def halved_if_it_can_be(x: Tensor) -> Tensor:
+    try:
+        return x / 2
+    except TypeError:
+        return x
+
+
+def seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x
+
+
 class HasMore(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -325,11 +362,22 @@ def declares(*entries: object) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "reasons"),
     [
-        (AddsPositions(), ["not a plain chain of layers: unsupported operand", "torch.arange(4)", "pipeline_layers"]),
+        (AddsPositions(), ["not a plain chain of layers: it uses add on the", "torch.arange(4)", "pipeline_layers"]),
         (UsesTwice(), ["'head' is used 2 times", "'after.0' is used 2 times"]),
         (NeverUses(), ["forward never runs layer 'body.blocks.0'", "forward never runs layer 'after.1.1'"]),
-        (Branches(), ["it depends on the value", "if x else x"]),
-        (LeavesGradients(), ["layer 'embedding' is called under autocast, no_grad or the like"]),
+        (Branches(), ["it uses bool on the value", "if x else x"]),
+        (LeavesGradients(), ["layer 'embedding' is called under autocast, no_grad"]),
+        (Keeps(), ["is called under autocast, no_grad"]),
+        (Trains(), ["forward runs other layers in training than in evaluation"]),
+        (Asks(lambda x: x / 2 if isinstance(x, Tensor) else x), ["it asks for .__class__ of the value"]),
+        (Asks(lambda x: x / 2 if torch.is_tensor(x) else x), ["it asks for .__class__ of the value"]),
+        (Asks(lambda x: x / 2 if hasattr(x, "shape") else x), ["it asks for .shape of the value"]),
+        (Asks(lambda x: x / 2 if getattr(x, "ndim", None) else x), ["it asks for .ndim of the value"]),
+        (Asks(halved_if_it_can_be), ["it uses truediv on the value"]),
+        (Asks(torch.relu), ["it asks for .__class__ of the value"]),
+        (Asks(lambda x: x if random.random() < 1 else -x), ["draws random numbers"]),
+        (Asks(lambda x: x if torch.rand(()) < 1 else -x), ["draws random numbers"]),
+        (Asks(seeded), ["draws random numbers, or seeds them"]),
         (KeepsTheInput(), ["layer 'head' is not called with the one value", "return self.head(x)"]),
         (GivesAway(), ["does not return what its last layer gave"]),
         (HasMore(), ["parameter 'temperature' belongs to no layer", "buffer 'steps' belongs to no layer"]),

@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from pipeloom.errors import PeerFailed, PipelineError
@@ -49,6 +52,16 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = self.norm(self.linear(x))
         return normed
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return result
 
 
 class Cached(nn.Module):
@@ -98,6 +111,15 @@ def one_norm_in_eval_mode() -> list[nn.Module]:
 def one_shift() -> list[nn.Module]:
     shift = Cached()
     return [Normed(shift), Normed(shift)]
+
+
+def recomputed(build: Callable[[], list[nn.Module]], reentrant: bool) -> list[nn.Module]:
+    first, second, *others = build()
+    return [first, Recomputed(second, reentrant=reentrant), *others]
+
+
+def two_norms() -> list[nn.Module]:
+    return [Normed(nn.BatchNorm1d(WIDTH)), Normed(nn.BatchNorm1d(WIDTH))]
 
 
 def stepping_in_a_hook() -> list[nn.Module]:
@@ -155,6 +177,7 @@ def train(build: Callable[[], list[nn.Module]], name: str, cut: str, refused: st
 
 
 SEVERAL = r"stage \d has its parameter '0.words.weight' changed.*in several places"
+AGAIN = r"buffers of stage \d .*norm\.num_batches_tracked.*change.*as when activation checkpointing"
 BUFFER = r"changes its buffer '\d\.norm\.running_mean'.*Another stage uses the same buffer"
 
 
@@ -170,6 +193,9 @@ BUFFER = r"changes its buffer '\d\.norm\.running_mean'.*Another stage uses the s
         (one_norm_in_eval_mode, "1F1B", "1", ""),
         (one_shift, "1F1B", "1", ""),
         (one_shift, "DualPipe", "1", ""),
+        (two_norms, "1F1B", "1", ""),
+        *((partial(recomputed, two_norms, each), "1F1B", "1", AGAIN) for each in (True, False)),
+        *((partial(recomputed, one_norm_in_eval_mode, each), "1F1B", "1", "") for each in (True, False)),
         (watching_in_a_hook, "1F1B", "1", ""),
         (stepping_in_a_hook, "1F1B", "1", "stage 0 has its parameter '0.bias' changed.*A hook of the parameter"),
     ],
@@ -185,7 +211,80 @@ def test_stages_of_one_rank_that_share_a_module() -> None:
         pl.schedules.make("Interleaved1F1B", ranks=1, microbatches=4, stages_per_rank=2),
         loss_fn=square,
     )
-    with pytest.raises(PipelineError, match=r"changes its buffer 'norm\.running_mean'.*Another stage"):
+    with pytest.raises(PipelineError, match=r"buffers of stage 0.*where another stage uses"):
         pipe.step(numbers(0), target=numbers(1))
     norm.eval()
     pipe.step(numbers(0), target=numbers(1))
+
+
+# Parameters that are no longer those that the pipeline knows
+
+
+def replace_parameters(name: str, again: bool) -> None:
+    """`load_state_dict(assign=True)` makes new parameters, which ties and copies do not know."""
+    torch.manual_seed(0)
+    words = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(words, nn.Tanh(), Head(words.weight))
+    schedule = pl.schedules.make(name, ranks=2, microbatches=4)
+    stages = pl.split(model, into=schedule, cuts=["2"])
+    pipe = pl.Pipeline(stages, schedule, loss_fn=square)
+    x = numbers(0)
+    if dist.get_rank() == 0:
+        for module in pipe.modules.values():
+            module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    with pytest.raises(REFUSED, match=r"were replaced after the pipeline was made.*'.*weight' of stage"):
+        pipe.step(*[x][: pipe.first], target=x if pipe.last else None)
+    pipe.close()
+    if again:
+        pipe = pl.Pipeline(stages, schedule, loss_fn=square)
+        pipe.step(*[x][: pipe.first], target=x if pipe.last else None)
+        pipe.close()
+
+
+@pytest.mark.parametrize("name", ["1F1B", "DualPipe"])
+def test_parameters_that_were_replaced(name: str) -> None:
+    launch(replace_parameters, 2, name, True)
+
+
+def replace_in_a_replica() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    layer = nn.Linear(WIDTH, WIDTH)
+    pipe = pl.Pipeline(
+        [pl.Stage(DistributedDataParallel(layer, process_group=mesh.get_group("dp")), 0)],
+        "1F1B",
+        microbatches=4,
+        loss_fn=square,
+        group=mesh.get_group("pp"),
+    )
+    layer.load_state_dict(layer.state_dict(), assign=True)
+    with pytest.raises(PipelineError, match=r"'weight' of stage 0.*replicas"):
+        pipe.step(numbers(0), target=numbers(1))
+
+
+def test_replicas_whose_parameters_were_replaced() -> None:
+    launch(replace_in_a_replica, 2)
+
+
+def test_parameters_of_a_plain_pipeline_may_be_replaced() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    pipe = pl.Pipeline([pl.Stage(layer, 0)], "1F1B", microbatches=4, loss_fn=square)
+    layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True)
+    layer.register_parameter("more", nn.Parameter(torch.ones(1)))
+    pipe.step(numbers(0), target=numbers(1))
+    assert layer.weight.grad is not None
+    assert pipe.parameters() == [layer.weight, layer.bias, layer.more]
+
+
+def add_a_parameter() -> None:
+    schedule = pl.schedules.make("DualPipe", ranks=2, microbatches=4)
+    modules = {stage: nn.Linear(WIDTH, WIDTH) for stage in schedule.stages_of(dist.get_rank())}
+    pipe = pl.Pipeline([pl.Stage(module, stage) for stage, module in modules.items()], schedule, loss_fn=square)
+    for module in modules.values():
+        module.register_parameter("more", nn.Parameter(torch.ones(1)))
+    with pytest.raises(PipelineError, match="has other parameters than when the pipeline was made"):
+        pipe.step(numbers(0), target=numbers(1))
+    pipe.close()
+
+
+def test_copies_that_get_a_parameter() -> None:
+    launch(add_a_parameter, 2)

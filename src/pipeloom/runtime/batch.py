@@ -103,6 +103,7 @@ class Batch:
     """What the caller calls this batch."""
     ask: Ask | None = None
     _weights: list[Any] | None = field(default=None)
+    _sizes: Sequence[int] | None = field(default=None)
 
     @classmethod
     def cut(cls, given: Given, ends: Ends, microbatches: int, weight: Weight, replicas: Replicas) -> Batch:
@@ -178,10 +179,15 @@ class Batch:
             return weights(self.weight, self.microbatches, (), (), self.replicas)
         if callable(self.weight):
             raise BatchError("weight is a function of the target, and this step has no targets")
-        sizes = self.input_sizes
-        if not self.ends.first and self.ask:
-            sizes = list(map(int, self.ask(self.ends.first_ranks[0], "sizes").split()))
-        return weights("samples", self.microbatches, sizes, (), self.replicas)
+        return weights("samples", self.microbatches, self.sizes(), (), self.replicas)
+
+    def sizes(self) -> Sequence[int]:
+        """How many samples each microbatch has, as the inputs tell; nothing where that cannot be seen."""
+        if self._sizes is None:
+            self._sizes = self.input_sizes
+            if not self.ends.first and self.ask:
+                self._sizes = [*map(int, self.ask(self.ends.first_ranks[0], "sizes").split())]
+        return self._sizes
 
 
 def _held(which: str, ranks: Sequence[int]) -> str:

@@ -35,18 +35,11 @@ class _Stage:
     """The gradients of earlier steps, while a step runs."""
 
     def __post_init__(self) -> None:
-        self.parameters = self._found()
+        self.parameters = list(zip(*(module.parameters() for module in self.modules), strict=True))
 
-    def _found(self) -> list[tuple[nn.Parameter, ...]]:
-        return list(zip(*(module.parameters() for module in self.modules), strict=True))
-
-    def refuse_others(self) -> None:
-        """Refuse modules that have other parameters by now."""
-        try:
-            same = [[*map(id, each)] for each in self._found()] == [[*map(id, each)] for each in self.parameters]
-        except ValueError:  # one copy has more of them than another
-            same = False
-        if not same:
+    def refuse_more(self) -> None:
+        """Refuse modules that have more parameters by now, or fewer."""
+        if {len([*module.parameters()]) for module in self.modules} != {len(self.parameters)}:
             raise PipelineError(
                 "a stage of which there are copies has other parameters than when the pipeline was made; make a new one"
             )
@@ -95,7 +88,7 @@ class ModelCopies:
         """Set the gradients of earlier steps aside.
 
         Raises:
-            PipelineError: parameters have been added or replaced since the pipeline was made, or stages share one that
+            PipelineError: parameters have been added since the pipeline was made, or stages share one that
                 is not in `apart`.
         """
         for parameter, names in self._places.items():
@@ -106,7 +99,7 @@ class ModelCopies:
                     f"runs several copies of the model; say on every rank that it is one weight: pipe.tie({tie})"
                 )
         for stage in self._stages:
-            stage.refuse_others()
+            stage.refuse_more()
         for stage in self._stages:
             stage.held = [set_aside(same) for same in stage.parameters]
 

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 
 from pipeloom.action import Action, Kind
+from pipeloom.errors import PipelineError
 from pipeloom.runtime.batch import Batch
 from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.imported import is_dtensor
+from pipeloom.runtime.microbatches import refuse_unmergeable
 from pipeloom.runtime.overlap import Part
 from pipeloom.runtime.randomness import Randomness
 from pipeloom.runtime.replicas import Replicas
@@ -31,6 +33,7 @@ from pipeloom.runtime.tape import Tape
 from pipeloom.runtime.times import Times
 from pipeloom.runtime.transport import Pending, Transport
 from pipeloom.runtime.tree import map_tensors, tensors
+from pipeloom.runtime.unchanged import Unchanged
 from pipeloom.schedule import Schedule
 
 Call = Callable[["Run"], None]
@@ -58,6 +61,7 @@ class Work:
     randomness: Randomness | None
     replicas: Replicas
     meshes: Meshes
+    unchanged: Unchanged
 
 
 @lru_cache(maxsize=1024)
@@ -104,8 +108,10 @@ class Run:
         self.train = train
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        self.microbatch: int | None = None
+        self._forward: int | None = None
         """The microbatch whose forward is running."""
+        self._backward: int | None = None
+        """The microbatch whose backward is running, or ran last."""
         self.cell: Action | None = None
         """The cell that is running."""
         self.part: Action | None = None
@@ -211,8 +217,10 @@ class Run:
 
     def begin_forward(self, stage: int, microbatch: int) -> tuple[Tape, tuple[Any, ...], Mapping[str, Any]]:
         """What the stage's module is to be called with, and the tape that its inputs are on."""
+        if self.train:
+            self.work.unchanged.before_forward(stage)
         tape = Tape()
-        self.microbatch = microbatch
+        self._forward = microbatch
         if self._randomness:
             self._randomness.forward(self._step, microbatch)
         sources = self._sources[stage]
@@ -239,16 +247,30 @@ class Run:
         given = self.batch.keywords[microbatch]
         return given if accepted is None else {name: given[name] for name in given if name in accepted}
 
+    @property
+    def microbatch(self) -> int | None:
+        """The microbatch whose forward is running, also if it is recomputed for its backward."""
+        return self._backward if _in_backward() else self._forward
+
     def add_loss(self, value: Tensor) -> None:
-        """Let the backward of the running forward begin at `value` too."""
-        if self.train and value.requires_grad:
+        """Let the backward of the running forward begin at `value` too; a recomputed one has done so before."""
+        if not self.train or _in_backward():
+            return
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "pipe.add_loss is called where gradients are off, as inside checkpoint(..., use_reentrant=True), so "
+                "that the loss would be left out; use use_reentrant=False, or call it outside"
+            )
+        if value.requires_grad:
             self._added.append(value)
 
     def loss(self) -> Tensor:
         """The loss of the whole batch, where this rank has it; zero elsewhere."""
         if not self.losses:
             return torch.zeros(())
-        return torch.stack([self.losses[index] * self.batch.share(index) for index in sorted(self.losses)]).sum()
+        shares = {index: self.batch.share(index) for index in sorted(self.losses)}
+        counted = [self.losses[index] * share for index, share in shares.items() if share]  # the mean of nothing is NaN
+        return torch.stack(counted).sum() if counted else torch.zeros(())
 
     def _lose(self, tape: Tape, loss: Tensor, microbatch: int) -> None:
         scaled: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
@@ -256,7 +278,7 @@ class Run:
 
     def end_forward(self, stage: int, microbatch: int, tape: Tape, output: Any) -> None:
         """Take the stage's output: on to the next stages or, at the end of the chain, into the loss."""
-        self.microbatch = None
+        self._forward = None
         watched, tape.watched = tape.watched, []
         refuse_changes(stage, watched)
         targets = self._targets[stage]
@@ -276,6 +298,7 @@ class Run:
                 self._lose(tape, loss, microbatch)
             self._added = []
             self._tapes[stage, microbatch] = tape
+            self.work.unchanged.after_forward(stage)
 
     def _outward(self, stage: int, output: Any) -> tuple[Any, Any]:
         """What goes to the next stage, and what goes along the skip edges that begin at this one."""
@@ -312,10 +335,13 @@ class Run:
             if self.train and loss.requires_grad:
                 self._lose(tape, loss, microbatch)
         if self._keep:
+            if sizes := self.batch.sizes():
+                refuse_unmergeable(output, sizes[microbatch], f"the output of stage {stage}")
             self.outputs[microbatch] = map_tensors(Tensor.detach, output, f"the output of stage {stage}")
 
     def begin_backward(self, stage: int, microbatch: int) -> Gradients:
         """The gradients of the stage's outputs: one for each root of its tape."""
+        self._backward = microbatch
         if self._randomness:
             self._randomness.backward(self._step, microbatch)
         tape = self._tapes[stage, microbatch]
@@ -351,6 +377,7 @@ class Run:
         self.end_backward(stage, microbatch, self._tapes[stage, microbatch].inputs(gradients))
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
+        self._backward = microbatch
         if self._randomness:
             self._randomness.backward(self._step, microbatch)
         self._tapes.pop((stage, microbatch)).weights()
@@ -424,6 +451,11 @@ def _recorded(step: Step) -> Step:
             step.call(run)
 
     return step._replace(call=call)
+
+
+def _in_backward() -> bool:
+    """Whether autograd's engine is at work in this thread, as it is around a forward that is recomputed."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _cut(tensor: Tensor) -> Tensor:

@@ -139,6 +139,22 @@ def weights(
     return [1.0 / microbatches] * microbatches
 
 
+def refuse_unmergeable(output: Any, samples: int, what: str) -> None:
+    """Refuse outputs of a microbatch of so many samples that could not be joined along the first dimension.
+
+    Raises:
+        BatchError: a tensor has samples in another dimension.
+    """
+    for tensor in tensors(output):
+        first, *others = tensor.shape or (samples,)
+        if first % samples or (first != samples > 1 and others[:1] == [samples]):
+            raise BatchError(
+                f"{what} has a tensor of shape {tuple(tensor.shape)} for a microbatch of {samples} samples, and "
+                "outputs are put together along their first dimension; have the samples there, or say "
+                "return_outputs=False"
+            )
+
+
 def merge(parts: Sequence[Any]) -> Any:
     """The outputs of all microbatches as one: tensors are joined along the first dimension, in microbatch order.
 

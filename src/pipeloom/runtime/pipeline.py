@@ -165,10 +165,11 @@ class Pipeline:
 
     @property
     def microbatch(self) -> int:
-        """The number of the microbatch whose forward is running, to be read inside a stage's forward."""
-        if self._run is None or self._run.microbatch is None:
+        """The number of the microbatch whose forward is running, or runs again, to be read inside a stage's forward."""
+        found = self._run.microbatch if self._run is not None else None
+        if found is None:
             raise PipelineError("pipe.microbatch is known inside a stage's forward only")
-        return self._run.microbatch
+        return found
 
     def register(self, kind: str, function: Callable[..., None]) -> None:
         """Let `function` do what actions of `kind` do, from the next step on.
@@ -268,7 +269,7 @@ class Pipeline:
         if scaler is not None:
             scaler.scale(torch.ones((), device=self._device))  # it must know its device on every rank
         several = self._ties.parameters()
-        self._unchanged.begin(several)
+        self._unchanged.begin(several, self._replicas.averaged())
         self._ties.begin()
         try:
             with self._randomness.during() if self._randomness else nullcontext():
@@ -388,7 +389,11 @@ class Pipeline:
         """Add a loss from inside a stage's forward, such as one that balances experts.
 
         It is weighted as the microbatch's own loss is, and its gradient flows into everything that `value` was made
-        of, on this stage and those before it. `losses` and `loss()` do not contain it.
+        of, on this stage and those before it. `losses` and `loss()` do not contain it. A forward that activation
+        checkpointing runs again does not add it again.
+
+        Raises:
+            PipelineError: this is not inside a stage's forward, or where no gradient can flow from.
         """
         if self._run is None or self._run.microbatch is None:
             raise PipelineError("pipe.add_loss is for the inside of a stage's forward")
@@ -461,6 +466,7 @@ class Pipeline:
                     self._randomness,
                     self._replicas,
                     self._meshes,
+                    self._unchanged,
                 )
             )
         return self._programs[microbatches]

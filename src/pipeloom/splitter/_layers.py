@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import random
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -83,9 +85,23 @@ def _declared(model: nn.Module) -> list[Layer]:
 
 
 def _proven(model: nn.Module) -> list[Layer]:
+    order, other = (_order(model, training=training) for training in (True, False))
+    if order != other:
+        reason = f"its forward runs other layers in training than in evaluation: {order} and {other}; {_FIX}"
+        raise SplitError(type(model).__name__, [reason])
+    never = [name for name in _closed(model) if name not in order]
+    if never:
+        raise SplitError(type(model).__name__, [f"forward never runs layer '{name}'; remove it" for name in never])
+    return [Layer(name, (name,)) for name in order]
+
+
+def _order(model: nn.Module, *, training: bool) -> list[str]:
+    """The layers as forward runs them, in one of the two modes of modules."""
     order: list[str] = []
-    value = _Opaque()
+    asked: list[str] = []
+    value = _Opaque(asked)
     mode = _mode()
+    drawn = torch.get_rng_state(), random.getstate()
 
     class Stand(nn.Module):
         def __init__(self, name: str) -> None:
@@ -97,16 +113,23 @@ def _proven(model: nn.Module) -> list[Layer]:
             if others or len(inputs) != 1 or inputs[0] is not value:
                 raise TypeError(f"layer '{self.name}' is not called with the one value that the step before it gave")
             if _mode() != mode:
-                raise TypeError(f"layer '{self.name}' is called under autocast, no_grad or the like")
+                raise TypeError(f"layer '{self.name}' is called under autocast, no_grad, hooks or the like")
             order.append(self.name)
-            value = _Opaque()
+            value = _Opaque(asked)
             return value
 
     stands = {name: Stand(name) for name in _closed(model)}
     try:
-        result = part_of(model, stands, frozenset())(value)
+        part = part_of(model, stands, frozenset())
+        for module in part.modules():
+            module.training = training
+        result = part(value)
         if result is not value:
             raise TypeError("forward does not return what its last layer gave")
+        if asked:  # it may have caught the error
+            raise TypeError(asked[0])
+        if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
+            raise TypeError("forward draws random numbers, or seeds them")
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = (__file__, os.path.dirname(torch.__file__))
@@ -119,24 +142,49 @@ def _proven(model: nn.Module) -> list[Layer]:
                 f"    {_FIX}"
             ],
         ) from None
-    never = [name for name in stands if name not in order]
-    if never:
-        raise SplitError(type(model).__name__, [f"forward never runs layer '{name}'; remove it" for name in never])
-    return [Layer(name, (name,)) for name in order]
+    return order
 
 
 class _Opaque:
-    """What stands for a tensor while forward is examined: it can be passed on, and nothing else."""
+    """What stands for a tensor while forward is examined: it can be passed on, and nothing else.
 
-    def __bool__(self) -> bool:
-        raise TypeError("it depends on the value that is passed from layer to layer")
+    Whatever else is done with it raises, and is noted in `asked`.
+    """
 
-    __eq__ = __ne__ = __hash__ = None  # type: ignore[assignment]  # so that they raise
+    def __init__(self, asked: list[str]) -> None:
+        object.__setattr__(self, "_asked", asked)
+
+    def __getattribute__(self, name: str) -> NoReturn:
+        _refuse(self, f"asks for .{name} of")
 
 
-def _mode() -> tuple[bool, ...]:
+def _refuse(value: _Opaque, does: str) -> NoReturn:
+    reason = f"it {does} the value that is passed from layer to layer"
+    object.__getattribute__(value, "_asked").append(reason)
+    raise TypeError(reason)
+
+
+def _operator(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: _Opaque, *_: object) -> NoReturn:
+        _refuse(self, f"uses {name.strip('_')} on")
+
+    return refuse
+
+
+_COMPARED = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
+for _name in {*dir(int), *dir(list), "__matmul__", "__rmatmul__", "__call__"} - {*dir(object)} | _COMPARED:
+    if _name.startswith("__"):
+        setattr(_Opaque, _name, _operator(_name))
+
+
+def _mode() -> tuple[object, ...]:
     devices = ("cpu", "cuda")
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(torch.is_autocast_enabled, devices))
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *map(torch.is_autocast_enabled, devices),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+    )
 
 
 def _opens(module: nn.Module) -> bool:

@@ -119,6 +119,10 @@ class Replicas:
         if self._groups:
             self._progress.compare(self._groups)
 
+    def averaged(self) -> set[nn.Parameter]:
+        """This rank's parameters whose gradients are averaged here."""
+        return {each for copies in self._copies.values() for each in copies.plain} if self._groups else set()
+
     @property
     def lost(self) -> bool:
         """Whether a failed step lost gradients of earlier ones that nobody has cleared since."""

@@ -17,7 +17,7 @@ from pipeloom.runtime.transport._interface import Tree, Watch
 from pipeloom.runtime.transport._link import Link, Run
 from pipeloom.runtime.transport._posted import Posted
 from pipeloom.runtime.transport._rendezvous import Peer
-from pipeloom.runtime.transport._signal import Signal
+from pipeloom.runtime.transport._signal import Signal, readable
 from pipeloom.runtime.transport._tree import LARGEST_HEADER, Layout, Spec, read
 
 _CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ class Connection:
 
     def flush(self) -> None:
         while not self._sender.wait_for(self._has_left, 0.1):
-            if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
+            if self._watch is not None and readable([self._watch]):
                 raise self._failure()
         if self._broken:
             raise self._failure()

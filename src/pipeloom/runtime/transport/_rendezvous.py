@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import secrets
-import select
 import socket
 import sys
 import time
@@ -26,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from pipeloom.errors import PeerFailed
 from pipeloom.runtime.transport._handshake import Card, accept, addresses, prove, tcp_listener, ways
 from pipeloom.runtime.transport._interface import Watch
+from pipeloom.runtime.transport._signal import readable
 
 _NAMES: Counter[tuple[str, str]] = Counter()
 _SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -103,7 +103,7 @@ class _Lookout:
         Raises:
             PeerFailed: a rank has ended, or failed.
         """
-        if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
+        if self._watch is not None and readable([self._watch]):
             raise self._watch.failure(missing)
         if time.monotonic() < self._next:
             return
@@ -258,7 +258,7 @@ def _ready(listeners: list[socket.socket], missing: int, card: Card, lookout: _L
     """The listeners at which somebody has come, when somebody has."""
     while True:
         left = max(lookout.deadline - time.monotonic(), 0)
-        ready, _, _ = select.select(listeners, [], [], min(left, _SECONDS_A_LOOK))
+        ready = readable(listeners, min(left, _SECONDS_A_LOOK))
         if ready:
             return ready
         if left <= _SECONDS_A_LOOK:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 from collections import defaultdict, deque
 from collections.abc import Collection
 
@@ -15,6 +14,7 @@ from pipeloom.runtime.transport._gloo import Gloo
 from pipeloom.runtime.transport._interface import Pending, Tree, Watch
 from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._nccl import Nccl
+from pipeloom.runtime.transport._signal import readable
 from pipeloom.runtime.transport._tree import Layout, pack
 
 
@@ -127,7 +127,7 @@ class TorchTransport:
 
     def flush(self) -> None:
         while not self._carrier.flush(0.1):
-            if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
+            if self._watch is not None and readable([self._watch]):
                 raise self._watch.failure(self._rank)
         self._headers.flush()
 
