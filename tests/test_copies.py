@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -252,6 +253,64 @@ def test_all_last_stages_ask_for_outputs_or_none_does() -> None:
 
 def test_all_last_stages_need_the_target() -> None:
     launch(half_a_target, 2)
+
+
+def keep_gradients(name: str) -> None:
+    """Gradients that were there before a step stay the tensors that they are: here views of one buffer."""
+    torch.manual_seed(0)
+    words = nn.Linear(WIDTH, WIDTH, bias=False)
+    schedule = pl.schedules.make(name, ranks=2, microbatches=4)
+    model = nn.Sequential(words, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+    model[3].weight = words.weight  # tied
+    whole = [*copy.deepcopy(model)]
+    stages = pl.split(model, into=schedule, cuts=["2"])
+    pipe = pl.Pipeline(stages, schedule, loss_fn=square)
+    flat = torch.zeros(sum(each.numel() for each in pipe.parameters()))
+    parts = flat.split([each.numel() for each in pipe.parameters()])
+    for each, part in zip(pipe.parameters(), parts, strict=True):
+        each.grad = part.view_as(each)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        pipe.step(*[x][: pipe.first], target=x if pipe.last else None)
+        pl.reference.step([nn.Sequential(*whole[:2]), nn.Sequential(*whole[2:])], schedule, x, target=x, loss_fn=square)
+    expected = dict(nn.Sequential(*whole).named_parameters())
+    expected["3.weight"] = expected["0.weight"]
+    names = {each: name for module in pipe.modules.values() for name, each in module.named_parameters()}
+    for each, part in zip(pipe.parameters(), parts, strict=True):
+        assert each.grad is not None
+        assert each.grad.data_ptr() == part.data_ptr()
+        torch.testing.assert_close(part.view_as(each), expected[names[each]].grad)
+    pipe.close()
+
+
+@pytest.mark.parametrize("name", ["1F1B", "DualPipe"])
+def test_gradients_stay_where_they_are(name: str) -> None:
+    launch(keep_gradients, 2, name)
+
+
+def share_a_layer() -> None:
+    """Both stages of the model share a layer, and this rank holds one of each copy."""
+    schedule = pl.schedules.make("DualPipe", ranks=2, microbatches=4)
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH)
+    whole = [copy.deepcopy(layer)] * 2
+    pipe = pl.Pipeline(
+        [pl.Stage(layer, stage) for stage in schedule.stages_of(dist.get_rank())], schedule, loss_fn=square
+    )
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(PipelineError, match=r'stages 0 and 1 share.*pipe\.tie\("0:weight", "1:weight"\)'):
+        pipe.step(x, target=x)
+    for name in ("weight", "bias"):
+        pipe.tie(f"0:{name}", f"1:{name}")
+    pipe.step(x, target=x)
+    pl.reference.step(whole, schedule, x, target=x, loss_fn=square)
+    torch.testing.assert_close(layer.weight.grad, whole[0].weight.grad)
+    assert pipe.parameters() == [layer.weight, layer.bias]
+    pipe.close()
+
+
+def test_stages_that_share_a_layer_say_that_it_is_tied() -> None:
+    launch(share_a_layer, 2)
 
 
 def misplace() -> None:

@@ -452,6 +452,18 @@ def test_filled_on_its_rank_as_in_the_whole_model() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_torchs_own_blocks_are_filled() -> None:
+    with torch.device("meta"):
+        block = nn.TransformerEncoderLayer(4, 2, 8)
+    other = nn.TransformerEncoderLayer(4, 2, 8)
+    for each in (block, other):
+        fill(each, seed=1)
+    assert all(map(torch.equal, block.state_dict().values(), other.state_dict().values()))
+    bound = (6 / (4 + 12)) ** 0.5  # Xavier's, as MultiheadAttention has it
+    assert 0.8 * bound < block.self_attn.in_proj_weight.abs().max() <= bound
+    assert not block.self_attn.in_proj_bias.any()
+
+
 def test_another_seed_fills_with_other_weights() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     fill(first, seed=1)
@@ -474,7 +486,7 @@ def test_loaded_on_its_rank_from_the_whole_models_state() -> None:
 def test_what_nothing_initialises_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), HasMore())
-    with pytest.raises(SplitError, match=r"'1.temperature' is not initialised(.|\n)*'1.steps' is not initialised"):
+    with pytest.raises(SplitError, match=r"cannot be filled:(.|\n)*'1.temperature' is not initialised(.|\n)*'1.steps' is not initialised"):
         fill(model, seed=0)
 
 

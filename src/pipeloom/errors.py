@@ -70,11 +70,11 @@ class DataError(PipeloomError, ValueError):
 
 
 class SplitError(PipeloomError, ValueError):
-    """A model cannot be cut into stages. `reasons` says everything that stands against it, and what to do."""
+    """A model cannot be split, or a part of it not filled. `reasons` is everything that stands against it."""
 
-    def __init__(self, model: str, reasons: Iterable[str]) -> None:
+    def __init__(self, model: str, reasons: Iterable[str], *, cannot: str = "split") -> None:
         self.reasons = tuple(reasons)
-        super().__init__("\n".join([f"{model} cannot be split:", *(f"  {reason}" for reason in self.reasons)]))
+        super().__init__("\n".join([f"{model} cannot be {cannot}:", *(f"  {reason}" for reason in self.reasons)]))
 
 
 class MessageError(PipeloomError, ValueError):

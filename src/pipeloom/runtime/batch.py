@@ -60,6 +60,7 @@ class Given:
     kwarg_mbs: Sequence[Mapping[str, Any]] | None
     target_mbs: Sequence[Any] | None
     batch_id: Plain
+    handling: Mapping[str, Handling]
 
     def refuse_misfits(self, ends: Ends, microbatches: int) -> None:
         """Refuse what does not belong on this rank, or is given twice."""
@@ -125,6 +126,9 @@ class Batch:
             batch.targets = split(given.target, microbatches, "target")
             batch.size = batch_size(given.target) if batch.size is None else batch.size
         batch.input_sizes, batch.target_sizes = _sizes(batch.arguments), _sizes(batch.targets)
+        if ends.first and not batch.input_sizes:
+            batch.cut_keywords(given)
+            batch.input_sizes = _sizes(batch.split_keywords(given))
         if ends.last and batch.targets:
             batch._weights = weights(weight, microbatches, batch.target_sizes, batch.targets, replicas)
         if ends.first and ends.last:
@@ -136,15 +140,22 @@ class Batch:
                 )
         return batch
 
-    def cut_keywords(self, given: Given, handling: Mapping[str, Handling]) -> None:
+    def cut_keywords(self, given: Given) -> None:
         """Cut keyword arguments; a rank that holds neither end asks the first for the size of the batch."""
         if given.kwarg_mbs is not None:
             self.keywords = given.kwarg_mbs
-        elif given.kwargs:
+        elif given.kwargs and not self.keywords:
             size = self.size
-            if size is None and not self.ends.first and set(given.kwargs) - handling.keys() and self.ask:
+            if size is None and not self.ends.first and set(given.kwargs) - given.handling.keys() and self.ask:
                 size = sum(map(int, self.ask(self.ends.first_ranks[0], "sizes").split())) or None
-            self.keywords = split_keywords(given.kwargs, self.microbatches, handling, size)
+            self.keywords = split_keywords(given.kwargs, self.microbatches, given.handling, size)
+
+    def split_keywords(self, given: Given) -> list[list[Any]]:
+        """Of each microbatch's keyword arguments, those that hold its samples."""
+        if given.kwarg_mbs is not None:
+            return [list(entry.values()) for entry in given.kwarg_mbs]
+        names = [name for name in given.kwargs if given.handling.get(name) == "split"]
+        return [[entry[name] for name in names] for entry in self.keywords]
 
     @property
     def equal(self) -> dict[str, Plain]:

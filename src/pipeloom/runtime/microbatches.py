@@ -35,6 +35,7 @@ def split(value: Any, microbatches: int, what: str) -> list[Any]:
         BatchError: the tensors disagree about the size of the batch, or it is smaller than `microbatches`.
     """
     size = batch_size(value)
+    _refuse_lists_of_samples(value, size, what)
     if size is None:
         if tensors(value):
             raise BatchError(f"{what}: a tensor without dimensions cannot be split into {microbatches} microbatches")
@@ -57,6 +58,18 @@ def split(value: Any, microbatches: int, what: str) -> list[Any]:
         each = iter(cut)
         parts.append(map_tensors(partial(_next, each, index), value))
     return parts
+
+
+def _refuse_lists_of_samples(value: Any, size: int | None, what: str) -> None:
+    """Refuse lists that are no tensors and look as if they had an entry for each sample: they are not split."""
+    if isinstance(value, dict | tuple) or (isinstance(value, list) and tensors(value)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_lists_of_samples(item, size, what)
+    elif isinstance(value, list) and (len(value) == size or (size is None and len(value) > 1)):
+        raise BatchError(
+            f"{what}: a list of {len(value)} that are no tensors would go to every microbatch whole. If these are "
+            "samples, give ready microbatches (arg_mbs=, target_mbs=); if not, make it a tuple"
+        )
 
 
 def _next(cut: Iterator[Sequence[Tensor]], index: int, _: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ class Pipeline:
                 again, and the next step may succeed.
             DisagreementError: ranks call different things, or hold different batches.
         """
-        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, batch_id)
+        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, batch_id, self._handling)
         count = self.schedule.microbatches
         with self._together("step", count, given, partial(self._refuse_step, scaler)) as batch:
             output = self._train(batch, losses, scaler, keep=return_outputs, reduce=reduce)
@@ -318,7 +318,7 @@ class Pipeline:
             with self._team.together(
                 agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
             ) as batch:
-                batch.cut_keywords(given, self._handling)
+                batch.cut_keywords(given)
                 refuse_unknown_keywords(batch.keywords, self._modules, self.rank)
                 yield batch
             self._failed = False
@@ -369,7 +369,7 @@ class Pipeline:
         """
         ready = next((mbs for mbs in (arg_mbs, kwarg_mbs, target_mbs) if mbs is not None), None)
         count = microbatches or (len(ready) if ready is not None else self.schedule.microbatches)
-        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, batch_id)
+        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, batch_id, self._handling)
         devices = [self._device] if self._device.type == "cuda" else []
         with (
             torch.no_grad(),
@@ -401,14 +401,21 @@ class Pipeline:
 
     @without_inner_calls
     def loss(self) -> Tensor:
-        """The weighted loss of the last `step` or `eval`, over all replicas, on every rank; every rank calls it."""
+        """The weighted loss of the last `step` or `eval`, over all replicas, on every rank; every rank calls it.
+
+        Raises:
+            PipelineError: there is none, since the evaluation had no targets or there is no `loss_fn`.
+        """
         source = self._ends.last_ranks[0]
         with self._gathering("loss"):
             assert self._run is not None
             value = self._run.loss().to(device=self._device, dtype=torch.float32)
             if self.rank == source:
                 self._replicas.mean_(value)
-            return value.new_tensor(self._team.peers.gather(value.item())[source])
+            found = self._team.peers.gather(value.item() if self._run.losses else None)[source]
+        if found is None:
+            raise PipelineError("the last call had no targets or no loss_fn, so there is no loss")
+        return value.new_tensor(found)
 
     @without_inner_calls
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

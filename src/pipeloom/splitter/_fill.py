@@ -37,7 +37,8 @@ def fill(module: nn.Module, seed: int, device: torch.device | str = "cpu") -> No
     before = {name: (tensor, tensor._version) for name, tensor in _tensors(module).items()}
     with torch.random.fork_rng(), torch.no_grad():
         for name, inner in reversed(list(module.named_modules())):
-            reset = getattr(inner, "reset_parameters", None)
+            private = isinstance(inner, nn.MultiheadAttention | nn.Transformer)  # torch's name differs in these
+            reset = getattr(inner, "_reset_parameters" if private else "reset_parameters", None)
             if reset is not None:
                 torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
                 reset()
@@ -47,7 +48,9 @@ def fill(module: nn.Module, seed: int, device: torch.device | str = "cpu") -> No
     ]
     if untouched:
         raise SplitError(
-            kind, [f"'{name}' is not initialised by any reset_parameters(); give its module one" for name in untouched]
+            kind,
+            [f"'{name}' is not initialised by any reset_parameters(); give its module one" for name in untouched],
+            cannot="filled",
         )
 
 
