@@ -414,12 +414,13 @@ def by_keyword(sizes: list[int] | None) -> None:
     if sizes:
         pipe.step(kwarg_mbs=[{name: part} for part in value.split(sizes)])
     else:
-        pipe.step(**{name: value})
+        whole: dict[str, Any] = {name: value}
+        pipe.step(**whole)
     expected = last(first(x), y)
     expected.backward()
     torch.testing.assert_close(pipe.loss(), expected.detach())
-    for own, whole in zip(modules[rank].parameters(), (first, last)[rank].parameters(), strict=True):
-        torch.testing.assert_close(own.grad, whole.grad)
+    for own, one in zip(modules[rank].parameters(), (first, last)[rank].parameters(), strict=True):
+        torch.testing.assert_close(own.grad, one.grad)
     pipe.close()
 
 

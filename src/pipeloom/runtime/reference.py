@@ -4,6 +4,8 @@ For each microbatch this is plain autograd of the weighted loss through the whol
 stage by stage, in the order of that stage's own W or B actions, and forwards run in the order of its F actions. Of a
 schedule with copies of the model, what each copy's actions bring is added up first, and then the copies in turn. On the
 CPU in float32, with the same number of threads, a pipeline equals it to the bit.
+
+A hook that runs after a gradient was added up sees that of one microbatch here, not the sum up to it.
 """
 
 from __future__ import annotations
