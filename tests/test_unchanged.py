@@ -217,6 +217,19 @@ def test_stages_of_one_rank_that_share_a_module() -> None:
     pipe.step(numbers(0), target=numbers(1))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_scripted_stages_train() -> None:
+    whole = Normed(nn.BatchNorm1d(WIDTH))
+    stage = torch.jit.script(copy.deepcopy(whole))
+    schedule = pl.schedules.make("1F1B", ranks=1, microbatches=4)
+    pipe = pl.Pipeline([pl.Stage(stage, 0)], schedule, loss_fn=square)
+    pipe.step(numbers(0), target=numbers(1))
+    pl.reference.step([whole], schedule, numbers(0), target=numbers(1), loss_fn=square)
+    for own, expected in zip(stage.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
+    assert torch.equal(stage.norm.running_mean, whole.norm.get_buffer("running_mean"))
+
+
 # Parameters that are no longer those that the pipeline knows
 
 

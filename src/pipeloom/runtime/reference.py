@@ -82,6 +82,8 @@ def step(
                 microbatch_begins(index, True)
                 with without_autocast():
                     torch.autograd.backward(weighted if scaler is None else list(scaler.scale(weighted)))
+                if added is not None:
+                    added.clear()  # of what forwards that were recomputed have added again
             gradients.append({parameter: parameter.grad for parameter in flat if parameter.grad is not None})
     for parameter, gradient in zip(flat, held, strict=True):
         parameter.grad = gradient

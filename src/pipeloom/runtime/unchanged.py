@@ -117,14 +117,15 @@ class Unchanged:
 def _owners(whole: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that have buffers which are saved, with their names and a dot."""
     for name, module in whole.named_modules():
-        if module._buffers.keys() - module._non_persistent_buffers_set:
-            yield f"{name}." if name else "", module
+        prefix = f"{name}." if name else ""
+        if any(True for _ in _persistent([(prefix, module)])):
+            yield prefix, module
 
 
 def _persistent(owners: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
     for outer, module in owners:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
                 yield outer + name, buffer
 
 
