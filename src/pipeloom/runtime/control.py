@@ -74,7 +74,7 @@ class Control:
         self._order = order_of(group.group_name)
         self._announce()
         self._lines = Lines(group, f"{self.name}/control", deadline, self._hear, self._lose)
-        self._changed = self._lines.changed
+        self._lock, self._changed = self._lines.lock, self._lines.changed
         self.number = self._step = self._settled = 0  # calls are numbered from 1
         self._raised = self._ringing = self._closed = False
         self._failures: list[_Failure] = []
@@ -107,7 +107,7 @@ class Control:
             PeerFailed: a rank failed, and this one has not raised for it yet, or no call can succeed any more.
             DisagreementError: likewise, as ranks disagree.
         """
-        with self._changed:
+        with self._lock:
             if self._raised:
                 self._settle()
             self.number += 1
@@ -159,16 +159,19 @@ class Control:
             PeerFailed: a rank failed, or `rank` left.
             DisagreementError: ranks disagree.
         """
-        with self._changed:
+        with self._lock:
             while rank not in self._hellos[self.number]:
                 if self._known() is not None or self._lines.ended(rank):
                     raise self.failure(rank)
                 self._changed.wait()
-            return self._hellos[self.number][rank][1][name]
+            said = self._hellos[self.number][rank][1]
+            if name not in said:  # that rank is in another call
+                raise self.failure(rank)
+            return said[name]
 
     def heard(self) -> bool:
         """Whether a failure is known or, if not, becomes so in a moment."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._known() is not None, _TELLING)
 
     def check(self) -> None:
@@ -194,7 +197,7 @@ class Control:
             action: the action, as the schedule writes it.
             rows: a few rows of the schedule around the action.
         """
-        with self._changed:
+        with self._lock:
             known = self._known()
             if isinstance(error, PeerFailed | DisagreementError) and known is not None:
                 if known.heard and (known.number is None or known.number >= self._step):
@@ -206,7 +209,7 @@ class Control:
 
     def fail_for_good(self, error: BaseException) -> None:
         """Tell every rank that this one ends because of `error`, so that no later call can succeed either."""
-        with self._changed:
+        with self._lock:
             self._fail(_Failure(None, self._describe(error, None, None, None, "")))
 
     def fileno(self) -> int:
@@ -219,7 +222,7 @@ class Control:
 
     def failure(self, rank: int) -> PeerFailed | DisagreementError:
         """The error to raise: what failed or, if a moment from now nothing is known, that `rank`'s connection ended."""
-        with self._changed:
+        with self._lock:
             self.heard()
             self._order.end()
             known = self._known()
@@ -236,7 +239,7 @@ class Control:
 
     def close(self) -> None:
         """Say goodbye and let go of everything. A second call does nothing."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._lines.say(BYE)
@@ -343,7 +346,7 @@ def _disagree(order: Order, name: str, wrong: str) -> None:
     """End the call that the pipeline of this name is in."""
     for control in list(_OPEN):
         if control._order is order and control.name == name:
-            with control._changed:
+            with control._lock:
                 control._add(_Failure(control.number, {"disagreement": wrong}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ class _Line:
     leaving: bytearray = field(default_factory=bytearray)
     left: bool = False
     ended: bool = False
+    torn: bool = False
+    """Whether nobody knows how much of `leaving` has left: while it is sent, and after that was broken off."""
 
 
 class Lines:
@@ -48,7 +51,7 @@ class Lines:
         hear: called with a rank and its message. A message is a dict of plain values with a "kind".
         lose: called with a rank and the reason, when it is lost without having said goodbye.
 
-    Both are called with `changed` held, and whoever waits for `changed` is notified afterwards.
+    Both are called with `lock` held, and whoever waits for `changed` is notified afterwards.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class Lines:
         hear: Callable[[int, Message], None],
         lose: Callable[[int, str], object],
     ) -> None:
-        self.changed = threading.Condition(threading.RLock())
+        # What is entered is the lock: that of a condition is Python code, and Ctrl-C in it could leave it locked.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self._deadline, self._hear, self._lose = deadline, hear, lose
         now = time.monotonic()
         self._lines = {rank: _Line(peer, now) for rank, peer in meet(group, name).items()}
@@ -90,7 +95,7 @@ class Lines:
     def say(self, message: Message) -> None:
         """Send `message` to all. Never blocks."""
         data = _framed(message)
-        with self.changed:
+        with self.lock:
             for line in self._lines.values():
                 self._add(line, data)
             if any(line.leaving for line in self._lines.values()):
@@ -98,13 +103,13 @@ class Lines:
 
     def wait_until_said(self, seconds: float) -> None:
         """Wait until all that was said has left, for so many seconds at most."""
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(
                 lambda: not any(line.leaving and not line.ended for line in self._lines.values()), seconds
             )
 
     def close(self) -> None:
-        with self.changed:
+        with self.lock:
             self._closed = True
         self._wake.set()
         self._thread.join()
@@ -118,9 +123,16 @@ class Lines:
             self._push(line)
 
     def _push(self, line: _Line) -> None:
+        if line.torn:
+            with contextlib.suppress(OSError):
+                line.peer.socket.shutdown(socket.SHUT_RDWR)
+            self._end(line, "a message to it was broken off in the middle, as by Ctrl-C or a signal")
+            return
+        line.torn = True
         with contextlib.suppress(OSError):
             while line.leaving:
                 del line.leaving[: line.peer.socket.send(line.leaving)]
+        line.torn = False
 
     def _run(self) -> None:
         awake = said = time.monotonic()
@@ -129,12 +141,12 @@ class Lines:
         while True:
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)
-            with self.changed:
+            with self.lock:
                 for fd, line in lines.items():
                     if not line.ended:
                         poll.register(fd, select.POLLIN | (select.POLLOUT if line.leaving else 0))
             ready = poll.poll(max(said + beat - time.monotonic(), 0) * 1000)
-            with self.changed:
+            with self.lock:
                 if self._closed:
                     return
                 now = time.monotonic()

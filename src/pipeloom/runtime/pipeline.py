@@ -291,40 +291,49 @@ class Pipeline:
             PeerFailed: a rank of the pipeline failed.
             DisagreementError: ranks call different things.
         """
-        with self._team.gathering(call):
+        with self._after_step(call):
             return self._team.peers.gather(value)
 
     @contextmanager
-    def _gathering(self, call: str) -> Iterator[None]:
+    def _gathering(self, call: str, **agreed: Plain) -> Iterator[None]:
         """Around a call for what the last step has left; if that failed elsewhere, it fails here too."""
         self._team.refuse_closed()
+        self._team.refuse_inside(call)
         if self._run is None and not self._failed:
             raise PipelineError(f"{call} is for after a step or an evaluation, and there was none")
         if self._failed:  # all ranks know that, or are about to
             raise PipelineError("the last step failed, so it has no loss, norm or timeline; take another step first")
-        try:
-            with self._team.gathering(call):
-                yield
-        except BaseException:
-            self._failed = True
-            self._leftovers.undo()
-            raise
+        with self._after_step(call, **agreed):
+            yield
+
+    @contextmanager
+    def _after_step(self, call: str, **agreed: Plain) -> Iterator[None]:
+        """Around a call of all ranks; if it fails, so may have the step before it, whose gradients are forgotten."""
+        with self._team.calling(call):
+            try:
+                with self._team.gathering(call, **agreed):
+                    yield
+            except BaseException:
+                self._failed = True
+                self._leftovers.undo()
+                raise
 
     @contextmanager
     def _together(self, call: str, microbatches: int, given: Given, refuse: Callable[[], None]) -> Iterator[Batch]:
-        self._run, self._failed = None, True
         agreed: dict[str, Plain] = {"call": call, "microbatches": microbatches, "schedule": self._digest}
-        try:
-            with self._team.together(
-                agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
-            ) as batch:
-                batch.cut_keywords(given)
-                refuse_unknown_keywords(batch.keywords, self._modules, self.rank)
-                yield batch
-            self._failed = False
-        except BaseException:
-            self._replicas.fell_out()
-            raise
+        with self._team.calling(call):
+            self._run, self._failed = None, True
+            try:
+                with self._team.together(
+                    agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
+                ) as batch:
+                    batch.cut_keywords(given)
+                    refuse_unknown_keywords(batch.keywords, self._modules, self.rank)
+                    yield batch
+                self._failed = False
+            except BaseException:
+                self._replicas.fell_out()
+                raise
 
     def _where(self) -> Place | None:
         return self._run.place if self._run is not None else None
@@ -343,7 +352,7 @@ class Pipeline:
         Raises:
             PipelineError: a name is nowhere or in several stages, or shapes differ.
         """
-        with self._team.gathering("tie", names=" ".join(names)):
+        with self._after_step("tie", names=" ".join(names)):
             self._ties.add(names)
         self._replicas.later = self._ties.parameters()
 
@@ -432,7 +441,7 @@ class Pipeline:
                 "the last step left gradients that are not averaged over replicas, so they have no norm yet; "
                 "clip after a step with reduce=True"
             )
-        with self._gathering("clip_grad_norm_"):
+        with self._gathering("clip_grad_norm_", max_norm=float(max_norm)):
             return norms.clip_grad_norm_(
                 self._modules,
                 self.schedule.wiring.stages,
@@ -457,6 +466,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Let go of the connections to the other ranks; every rank calls it."""
+        self._team.refuse_inside("close")
         self._team.close()
 
     def _program(self, microbatches: int | None) -> Program:

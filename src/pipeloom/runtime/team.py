@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,16 @@ Place: TypeAlias = tuple[Schedule, Action, Action | None]
 """The schedule that runs, the cell that a rank has come to, and which action of it is at work, if that is known."""
 
 
+class _Calls(threading.local):
+    """The calls that this thread is in, the innermost last: the ranks of each one's pipeline, and its name."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[tuple[int, ...], str]] = []
+
+
+_calls = _Calls()
+
+
 class Team:
     """All ranks of a pipeline: what connects them, and what they agree about.
 
@@ -35,11 +46,36 @@ class Team:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, deadline: float) -> None:
+        self._ranks = tuple(dist.get_process_group_ranks(group)) if group else ()
+        self.refuse_inside("Pipeline(...)")
         self.peers = Peers(group.rank(), group.size()) if group else Peers(0, 1)
         self._control = Control(group, deadline=deadline) if group and group.size() > 1 else None
         self._group = group
         self._ends = Ends(self.peers.rank, (0,), (0,))
         self._closed = False
+
+    def refuse_inside(self, call: str) -> None:
+        """Refuse a call from within another one of a pipeline of the same ranks.
+
+        Raises:
+            PipelineError: this is inside one.
+        """
+        running = next((each for ranks, each in _calls.running if ranks == self._ranks), None)
+        if running is not None and len(self._ranks) > 1:
+            raise PipelineError(
+                f"{call} is called from inside {running}, in a stage, a hook or a loss, where the other ranks are not; "
+                "call it between steps"
+            )
+
+    @contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Around a call of all ranks, from its beginning."""
+        self.refuse_inside(call)
+        _calls.running.append((self._ranks, call))
+        try:
+            yield
+        finally:
+            _calls.running.pop()
 
     @contextmanager
     def making(self) -> Iterator[None]:

@@ -41,6 +41,9 @@ class Connection:
         self._unread = 0
         """How many bytes of the tensors of the current message are still to come."""
         self._broken = False
+        self.torn = False
+        """Whether what is known of the stream may be untrue. It is so while bytes are moved, and stays so if that is
+        broken off from outside, as by Ctrl-C."""
         self._poll = select.poll()
         self._poll.register(link.hangup, 0)
         self._poll.register(link.readable, select.POLLIN)
@@ -61,6 +64,7 @@ class Connection:
             runs.append((tensor.data_ptr(), nbytes))
             total += nbytes
         taken = 0
+        self.torn = True
         if not self._left:
             try:
                 taken = self.link.take(runs)
@@ -71,6 +75,7 @@ class Connection:
         if taken < total:
             self._left.append(_Left(self._number, runs, taken, total - taken))
             self._sender.add(self)
+        self.torn = False
 
     def drain(self) -> bool:
         """Send more of what is left, on the sender's thread; whether nothing is left."""
@@ -101,12 +106,14 @@ class Connection:
         if self._unread:
             return False
         if not self._first:
+            self.torn = True
             with contextlib.suppress(OSError):  # whoever waits will hear of it
                 if any(fd == self.link.readable for fd, _ in self._poll.poll(0)):
                     self.link.refill()
             self._got += self.link.give_bytes(_BLOCK - len(self._got))
             if len(self._got) == _BLOCK:
                 self._first, self._got = self._got, b""
+            self.torn = False
         return self._first[:_CALL] == self._call
 
     def _has_left(self) -> bool:
@@ -116,6 +123,16 @@ class Connection:
     def head(self) -> tuple[bool, Layout]:
         """Whether the next message is of this call, or left from an earlier one, and its layout. It waits for these,
         and may be called again after that ended in an error."""
+        self.torn = True
+        try:
+            found = self._head()
+        except PipeloomError:
+            self.torn = False
+            raise
+        self.torn = False
+        return found
+
+    def _head(self) -> tuple[bool, Layout]:
         self._skip()
         if not self._first:
             self._first = self._get(_BLOCK)
@@ -128,11 +145,19 @@ class Connection:
 
     def _receive(self) -> Tree:
         """The next message of this call. A receive that ended in an error is taken up where it was."""
-        while True:
-            current, layout = self.head()
-            self._unread = layout.nbytes
-            if current:
-                return layout.build([self._receive_tensor(spec) for spec in layout.specs])
+        self.torn = True
+        try:
+            while True:
+                current, layout = self._head()
+                self._unread = layout.nbytes
+                if current:
+                    break
+            tensors = [self._receive_tensor(spec) for spec in layout.specs]
+        except PipeloomError:
+            self.torn = False
+            raise
+        self.torn = False
+        return layout.build(tensors)
 
     def _read_header(self, first: bytes) -> Layout:
         layout = _of_one_block(first)
@@ -144,7 +169,9 @@ class Connection:
         return layout
 
     def _receive_tensor(self, spec: Spec) -> torch.Tensor:
+        self.torn = False
         tensor = spec.allocate(_CPU)
+        self.torn = True
         self._fill(tensor.data_ptr(), spec.nbytes)
         if self._device.type != "cpu":
             tensor = tensor.to(self._device)
@@ -183,7 +210,9 @@ class Connection:
         try:
             if self.link.refill():
                 return
+            self.torn = False
             self._poll.poll()
+            self.torn = True
             if self.link.refill():
                 return
         except OSError:
@@ -241,13 +270,14 @@ class Sender:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered instead of the condition, in whose code Ctrl-C could leave it locked
+        self._changed = threading.Condition(self._lock)
         self._added: set[Connection] = set()
         self._closed = False
         self._wake = Signal()
 
     def add(self, connection: Connection) -> None:
-        with self._changed:
+        with self._lock:
             self._added.add(connection)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="pipeloom-sender", daemon=True)
@@ -256,11 +286,11 @@ class Sender:
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until `condition`, which changes as links take what is left, or for so long."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(condition, seconds)
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -272,13 +302,13 @@ class Sender:
     def _run(self) -> None:
         busy: set[Connection] = set()
         while True:
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     return
                 busy |= self._added
                 self._added.clear()
             busy = {connection for connection in busy if not connection.drain()}
-            with self._changed:
+            with self._lock:
                 self._changed.notify_all()
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)

@@ -15,6 +15,12 @@ Tree: TypeAlias = (
 )
 """What crosses an edge: lists, tuples and dicts, nested at will, of tensors and plain values."""
 
+IN_A_MESSAGE = (
+    "a call was broken off in the middle of a message, as by Ctrl-C or a signal, and what was in flight cannot be told "
+    "apart after that; make a new pipeline or, on GPUs, start the ranks again"
+)
+"""Why no call can follow."""
+
 
 class Pending(Protocol):
     """A receive that was posted."""

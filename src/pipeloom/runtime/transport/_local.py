@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import PeerFailed
+from pipeloom.errors import PeerFailed, PipelineError
 from pipeloom.runtime.transport import _ring
 from pipeloom.runtime.transport._connection import Connection, Sender
-from pipeloom.runtime.transport._interface import Pending, Tree, Watch
+from pipeloom.runtime.transport._interface import IN_A_MESSAGE, Pending, Tree, Watch
 from pipeloom.runtime.transport._rendezvous import meet
 from pipeloom.runtime.transport._stream import Stream
 from pipeloom.runtime.transport._tree import pack
@@ -38,6 +38,8 @@ class LocalTransport:
             self.connections[other] = Connection(peer, link, self._sender, device, watch)
 
     def begin(self, number: int, about: int = 0) -> None:
+        if any(connection.torn for connection in self.connections.values()):
+            raise PipelineError(IN_A_MESSAGE)
         for connection in self.connections.values():
             connection.begin(number, about)
 

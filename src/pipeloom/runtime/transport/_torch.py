@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipeloom.errors import PipelineError
 from pipeloom.runtime.transport._carrier import Carrier, Part
 from pipeloom.runtime.transport._gloo import Gloo
-from pipeloom.runtime.transport._interface import Pending, Tree, Watch
+from pipeloom.runtime.transport._interface import IN_A_MESSAGE, Pending, Tree, Watch
 from pipeloom.runtime.transport._local import LocalTransport
 from pipeloom.runtime.transport._nccl import Nccl
 from pipeloom.runtime.transport._signal import readable
@@ -40,7 +40,7 @@ class TorchTransport:
         self._watch, self._rank, self._pairs = watch, group.rank(), pairs
         self._aborted = False
         self._between = False
-        """Whether tensors and their header are being parted or brought together."""
+        """Whether tensors and their header are being parted or brought together, or receives posted ahead."""
         self._headers = local
         self._waiting: defaultdict[int, deque[_Incoming]] = defaultdict(deque)
         """What was posted and has no header yet."""
@@ -54,16 +54,15 @@ class TorchTransport:
 
     def begin(self, number: int, about: int = 0) -> None:
         if self._aborted or self._between:
-            raise PipelineError(
-                "a step failed in the middle of a message, and what was in flight cannot be told apart after that; "
-                "start the ranks again"
-            )
+            raise PipelineError(IN_A_MESSAGE)
         self._headers.begin(number, about)
+        self._between = True
         for incoming in self._coming:
             self._carrier.drop(incoming.parts)
         self._coming.clear()
         self._waiting.clear()
         self._carrier.begin()
+        self._between = False
 
     def abort(self) -> None:
         """Have all waits for a GPU's communication end, for good."""
@@ -126,10 +125,16 @@ class TorchTransport:
         return error if self._watch is None else self._watch.failure(rank)
 
     def flush(self) -> None:
-        while not self._carrier.flush(0.1):
+        while not self._flushed():
             if self._watch is not None and readable([self._watch]):
                 raise self._watch.failure(self._rank)
         self._headers.flush()
+
+    def _flushed(self) -> bool:
+        self._between = True
+        done = self._carrier.flush(0.1)
+        self._between = False
+        return done
 
     def close(self) -> None:
         self._carrier.close()
