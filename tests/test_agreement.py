@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH
 from pipeloom.action import Kind
-from pipeloom.errors import DisagreementError, PeerFailed, PipelineError
+from pipeloom.errors import CheckpointError, DisagreementError, PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
 from pipeloom.runtime.overlap import Part
 from soak import BoomError
@@ -277,3 +278,79 @@ def break_a_part(stage: int, kind: Kind, registered: bool) -> None:
 @pytest.mark.parametrize("kind", [Kind.F, Kind.B])
 def test_the_part_of_a_composite_that_failed_is_named(stage: int, kind: Kind, registered: bool) -> None:
     launch(break_a_part, 4, stage, kind, registered, timeout=30.0)
+
+
+def clip_otherwise() -> None:
+    pipe = pipeline()
+    run(pipe, pipe.step)
+    with pytest.raises(DisagreementError, match=r"max_norm is 1\.0 on ranks 0, 2 and 2\.0 on rank 1"):
+        pipe.clip_grad_norm_(2.0 if dist.get_rank() == 1 else 1.0)
+    run(pipe, pipe.step)
+    assert pipe.clip_grad_norm_(1) > 0
+    pipe.close()
+
+
+def test_norms_that_differ() -> None:
+    launch(clip_otherwise, RANKS, timeout=30.0)
+
+
+def call_inside(folder: Path, transport: Literal["local", "torch"]) -> None:
+    """A hook of one rank makes each call in the middle of a step; all hear of it, and the next step is right."""
+    pipe, other = pipeline(transport=transport), pipeline(transport=transport)
+    inside: dict[str, Callable[[], object]] = {
+        **calls(pipe, folder),
+        "another's eval": lambda: run(other, other.eval),
+        "Pipeline": pipeline,
+        "close": pipe.close,
+    }
+    due: list[Callable[[], object]] = []
+    for module in pipe.modules.values():
+        module.register_forward_hook(lambda *_: due.pop()() if due else None)
+    for call in inside.values():
+        due += [call] if dist.get_rank() == 1 else []
+        with pytest.raises(
+            (PipelineError, PeerFailed, CheckpointError), match=r"is called from inside step|another rank"
+        ):
+            both(lambda: run(pipe, pipe.step), pipe.loss)
+        for module in pipe.modules.values():
+            module.zero_grad()
+        run(pipe, pipe.step)
+    pipe.close()
+    other.close()
+
+
+@pytest.mark.parametrize("transport", ["local", "torch"])
+def test_calls_inside_calls(transport: Literal["local", "torch"], tmp_path: Path) -> None:
+    launch(call_inside, RANKS, tmp_path, transport, timeout=30.0)
+
+
+def fail_late(folder: Path) -> None:
+    """Rank 0 fails in its last backward; the others have finished the step, and hear of it in the call after it."""
+    pipe = pipeline()
+    every = calls(pipe, folder) | {"gather": lambda: pipe.gather("here")}
+    backwards = itertools.count(1)
+    fails_at = 0
+
+    def fail(*_: object) -> None:
+        if next(backwards) == fails_at:
+            raise BoomError
+
+    pipe.parameters()[0].register_hook(fail)
+    run(pipe, pipe.step)
+    every["save"]()
+    expected = [parameter.grad for parameter in pipe.parameters()]
+    for call in (call for name, call in every.items() if name not in ("step", "eval")):  # no step can follow these
+        for module in pipe.modules.values():
+            module.zero_grad()
+        backwards, fails_at = itertools.count(1), 4 * (dist.get_rank() == 0)
+        with pytest.raises((BoomError, PeerFailed, CheckpointError)):
+            both(lambda: run(pipe, pipe.step), call)
+        fails_at = 0
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        run(pipe, pipe.step)
+        assert all(map(torch.equal, [parameter.grad for parameter in pipe.parameters()], expected))  # type: ignore[arg-type]
+    pipe.close()
+
+
+def test_a_failure_that_is_heard_of_in_the_next_call_leaves_no_gradients(tmp_path: Path) -> None:
+    launch(fail_late, RANKS, tmp_path, timeout=30.0)
