@@ -354,3 +354,35 @@ def fail_late(folder: Path) -> None:
 
 def test_a_failure_that_is_heard_of_in_the_next_call_leaves_no_gradients(tmp_path: Path) -> None:
     launch(fail_late, RANKS, tmp_path, timeout=30.0)
+
+
+def use_too_early(call: str, folder: Path) -> None:
+    """Rank 0 fails in its last backward, and the others hear of it after their optimizer's step: nobody goes on."""
+    pipe = pipeline()
+    every = calls(pipe, folder) | {"gather": lambda: pipe.gather("here")}
+    backwards = itertools.count(1)
+
+    def fail(*_: object) -> None:
+        if dist.get_rank() == 0 and next(backwards) == 4:
+            raise BoomError
+
+    pipe.parameters()[0].register_hook(fail)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+    def step() -> None:
+        run(pipe, pipe.step)
+        optimizer.step()
+        optimizer.zero_grad()
+        every[call]()
+
+    with pytest.raises((BoomError, PeerFailed, CheckpointError)):
+        step()
+    for again in (step, lambda: run(pipe, pipe.eval), lambda: pipe.gather("there")):
+        with pytest.raises((PipelineError, PeerFailed), match="ranks hold weights of different steps"):
+            both(again, every["loss"])
+    pipe.close()
+
+
+@pytest.mark.parametrize("call", ["loss", "clip_grad_norm_", "gather", "save"])
+def test_a_failure_that_is_heard_of_after_the_optimizers_step_is_the_last(call: str, tmp_path: Path) -> None:
+    launch(use_too_early, RANKS, call, tmp_path, timeout=30.0)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.action import BACKWARD, Kind
-from pipeloom.errors import BatchError, PipelineError
+from pipeloom.errors import BatchError, PeerFailed, PipelineError
 from pipeloom.passes import forward_only
 from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
@@ -252,6 +252,7 @@ class Pipeline:
                 "a gradient scaler of one rank skips steps that other ranks take; use "
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler over all ranks that train this model"
             )
+        self._leftovers.refuse_used()
         self._leftovers.refuse()
         self._replicas.refuse_out_of_step()
 
@@ -277,6 +278,7 @@ class Pipeline:
             self._unchanged.refuse_changes(several)
             self._ties.finish()
             self._replicas.finish_step(reduce=reduce)
+            self._leftovers.done()
         except BaseException:
             self._ties.abort()
             self._leftovers.undo()
@@ -312,10 +314,11 @@ class Pipeline:
         with self._team.calling(call):
             try:
                 with self._team.gathering(call, **agreed):
+                    self._leftovers.refuse_used()
                     yield
-            except BaseException:
+            except BaseException as error:
                 self._failed = True
-                self._leftovers.undo()
+                self._leftovers.undo(later=isinstance(error, PeerFailed) and self._team.heard_late)
                 raise
 
     @contextmanager
@@ -392,6 +395,7 @@ class Pipeline:
             raise BatchError(
                 f"microbatches is a whole number, 1 or more, or None for the schedule's, got {microbatches!r}"
             )
+        self._leftovers.refuse_used()
         self._replicas.refuse_out_of_step()
 
     def add_loss(self, value: Tensor) -> None:
