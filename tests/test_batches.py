@@ -96,6 +96,14 @@ def test_forwards_that_run_again_know_their_microbatch_and_add_no_loss_again(nam
     launch(recompute, 2, name)
 
 
+def test_an_added_loss_has_one_element() -> None:
+    stage = Adds(1)
+    pipe = pl.Pipeline([pl.Stage(stage, 0)], make("1F1B", 1, 2), loss_fn=square)
+    stage.add = lambda value: pipe.add_loss(value.expand(3))
+    with pytest.raises(PipelineError, match=r"a loss of one element, got shape \(3,\)"):
+        pipe.step(numbers(4, 0), target=numbers(4, 1))
+
+
 def test_a_loss_that_would_be_left_out_is_refused() -> None:
     stage = Recomputed(Adds(1), reentrant=True)
     pipe = pl.Pipeline([pl.Stage(stage, 0)], make("1F1B", 1, 2), loss_fn=square)

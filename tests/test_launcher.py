@@ -40,6 +40,10 @@ def test_every_rank_runs_and_they_are_connected(tmp_path: Path) -> None:
     }
 
 
+def test_a_function_may_destroy_its_process_group() -> None:
+    launch(dist.destroy_process_group, 2)
+
+
 def test_ranks_compute_with_threads_after_their_parent_did() -> None:
     program = (
         "import signal, sys, torch\n"

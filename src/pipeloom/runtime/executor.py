@@ -261,6 +261,8 @@ class Run:
                 "pipe.add_loss is called where gradients are off, as inside checkpoint(..., use_reentrant=True), so "
                 "that the loss would be left out; use use_reentrant=False, or call it outside"
             )
+        if value.numel() != 1:
+            raise PipelineError(f"pipe.add_loss takes a loss of one element, got shape {tuple(value.shape)}")
         if value.requires_grad:
             self._added.append(value)
 

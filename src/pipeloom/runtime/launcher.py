@@ -144,7 +144,8 @@ def _be_rank(
         _join(rank, ranks, listener, backend, datetime.timedelta(seconds=timeout))
         run()
         leave()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # `run` may have seen to it
+            dist.destroy_process_group()
         status = 0
     except PipeloomError as error:
         print(f"rank {rank}: {error}", file=sys.stderr)
