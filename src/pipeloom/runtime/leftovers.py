@@ -23,7 +23,7 @@ class Leftovers:
         self._empty: list[nn.Parameter] = []
         self._spoilt = False
         self._after: list[tuple[nn.Parameter, int]] = []
-        """The parameters and their versions at the end of the last step."""
+        """The trained parameters and their versions at the end of the last step."""
         self._used = False
 
     def begin(self) -> None:
@@ -32,7 +32,7 @@ class Leftovers:
 
     def done(self) -> None:
         """The step is done, as far as this rank knows."""
-        self._after = [(parameter, parameter._version) for parameter in self._parameters()]
+        self._after = [(each, each._version) for each in self._parameters() if each.requires_grad]
 
     def undo(self, *, later: bool = False) -> None:
         """The last step that began has failed, here or elsewhere; if `later`, this rank had finished it."""

@@ -103,7 +103,8 @@ class Unchanged:
             self.before_forward(stage)
 
     def _versions_of(self, stage: int) -> dict[str, int]:
-        return {name: buffer._version for name, buffer in _persistent(self._owners[stage])}
+        buffers = _persistent(self._owners[stage])
+        return {name: buffer._version for name, buffer in buffers if not buffer.is_inference()}
 
     def _watched(self) -> Iterator[tuple[int, str, Tensor]]:
         """The buffers that no training step may change: stage, name and buffer."""
