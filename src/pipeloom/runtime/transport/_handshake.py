@@ -70,6 +70,7 @@ def ways(card: Card) -> list[Callable[[], socket.socket]]:
 
 def _unix_connection(address: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.settimeout(_SECONDS_A_HANDSHAKE)  # a rank that is stopped accepts nobody, and its queue may be full
     try:
         made.connect(address)
     except OSError:
