@@ -128,7 +128,7 @@ class Batch:
         batch.input_sizes, batch.target_sizes = _sizes(batch.arguments), _sizes(batch.targets)
         if ends.first and not batch.input_sizes:
             batch.cut_keywords(given)
-            batch.input_sizes = _sizes(batch.split_keywords(given))
+            batch.input_sizes = _sizes(batch._keywords_with_samples(given))
         if ends.last and batch.targets:
             batch._weights = weights(weight, microbatches, batch.target_sizes, batch.targets, replicas)
         if ends.first and ends.last:
@@ -147,10 +147,10 @@ class Batch:
         elif given.kwargs and not self.keywords:
             size = self.size
             if size is None and not self.ends.first and set(given.kwargs) - given.handling.keys() and self.ask:
-                size = sum(map(int, self.ask(self.ends.first_ranks[0], "sizes").split())) or None
+                size = sum(self.sizes()) or None
             self.keywords = split_keywords(given.kwargs, self.microbatches, given.handling, size)
 
-    def split_keywords(self, given: Given) -> list[list[Any]]:
+    def _keywords_with_samples(self, given: Given) -> list[list[Any]]:
         """Of each microbatch's keyword arguments, those that hold its samples."""
         if given.kwarg_mbs is not None:
             return [list(entry.values()) for entry in given.kwarg_mbs]

@@ -74,8 +74,8 @@ class Control:
         self._order = order_of(group.group_name)
         self._announce()
         self._lines = Lines(group, f"{self.name}/control", deadline, self._hear, self._lose)
-        self.late = False
-        """Whether the failure that was raised last was in an earlier call than the one that it was heard of in."""
+        self.used: Callable[[], bool] = lambda: False
+        """Whether this rank has changed its weights since its last step was done."""
         self._lock, self._changed = self._lines.lock, self._lines.changed
         self.number = self._step = self._settled = 0  # calls are numbered from 1
         self._raised = self._ringing = self._closed = False
@@ -230,9 +230,10 @@ class Control:
             known = self._known()
             if known is None:
                 known = self._lose(rank, _LEFT if self._lines.left(rank) else _ENDED)
-            if known.number is not None and known.number < self._step:
+            if known.number is not None and (
+                known.number < self._step or (known.number == self._step < self.number and self.used())
+            ):
                 known = self._torn(known)
-            self.late = known.number is not None and known.number < self.number
             if "disagreement" in known.error and not known.heard:
                 # Once all have said hello, all say the same.
                 self._changed.wait_for(lambda: len(self._hellos[self.number]) > len(self._lines), _TELLING / 2)

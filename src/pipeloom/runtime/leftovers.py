@@ -23,34 +23,27 @@ class Leftovers:
         self._empty: list[nn.Parameter] = []
         self._spoilt = False
         self._after: list[tuple[nn.Parameter, int]] = []
-        """The trained parameters and their versions at the end of the last step."""
-        self._used = False
+        """The trained parameters and their versions when the last step or evaluation was done."""
 
     def begin(self) -> None:
         """A step begins."""
         self._empty = [parameter for parameter in self._parameters() if parameter.grad is None]
 
     def done(self) -> None:
-        """The step is done, as far as this rank knows."""
+        """A step or an evaluation is done, as far as this rank knows."""
         self._after = [(each, each._version) for each in self._parameters() if each.requires_grad]
 
-    def undo(self, *, later: bool = False) -> None:
-        """The last step that began has failed, here or elsewhere; if `later`, this rank had finished it."""
-        self._used |= later and any(parameter._version != version for parameter, version in self._after)
+    def used(self) -> bool:
+        """Whether weights have changed since the last call was done."""
+        return any(parameter._version != version for parameter, version in self._after)
+
+    def undo(self) -> None:
+        """The last step that began has failed, here or elsewhere."""
         self._replicas.abort_step()
         for parameter in self._empty:
             parameter.grad = None
         self._empty = []
         self._spoilt = any(parameter.grad is not None for parameter in self._parameters())
-
-    def refuse_used(self) -> None:
-        """Refuse to go on if a step failed elsewhere after this rank's optimizer had used it."""
-        if self._used:
-            raise PipelineError(
-                "another rank failed in a step that this one had finished, and whose gradients its optimizer had used "
-                "before it heard of that, so that ranks hold weights of different steps; load a checkpoint into a new "
-                "pipeline. To hear of a failure in time, call pipe.loss() or clip_grad_norm_ before the optimizer"
-            )
 
     def refuse(self) -> None:
         """Refuse a step on spoilt gradients."""

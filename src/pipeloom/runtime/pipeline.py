@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.action import BACKWARD, Kind
-from pipeloom.errors import BatchError, PeerFailed, PipelineError
+from pipeloom.errors import BatchError, PipelineError
 from pipeloom.passes import forward_only
 from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
@@ -125,6 +125,7 @@ class Pipeline:
             stages = self._replicas.stages
             self._randomness = Randomness(seed, stages, self.schedule.wiring.stages) if seed is not None else None
             self._leftovers = Leftovers(self._modules.values(), self._replicas)
+            self._team.ask_whether_used(self._leftovers.used)
             self._unchanged = Unchanged(stages, self.schedule.wiring.copies)
             self._ties = Ties(self._modules, self.schedule, peers)
             self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
@@ -252,7 +253,6 @@ class Pipeline:
                 "a gradient scaler of one rank skips steps that other ranks take; use "
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler over all ranks that train this model"
             )
-        self._leftovers.refuse_used()
         self._leftovers.refuse()
         self._replicas.refuse_out_of_step()
 
@@ -278,7 +278,6 @@ class Pipeline:
             self._unchanged.refuse_changes(several)
             self._ties.finish()
             self._replicas.finish_step(reduce=reduce)
-            self._leftovers.done()
         except BaseException:
             self._ties.abort()
             self._leftovers.undo()
@@ -314,11 +313,10 @@ class Pipeline:
         with self._team.calling(call):
             try:
                 with self._team.gathering(call, **agreed):
-                    self._leftovers.refuse_used()
                     yield
-            except BaseException as error:
+            except BaseException:
                 self._failed = True
-                self._leftovers.undo(later=isinstance(error, PeerFailed) and self._team.heard_late)
+                self._leftovers.undo()
                 raise
 
     @contextmanager
@@ -334,6 +332,7 @@ class Pipeline:
                     refuse_unknown_keywords(batch.keywords, self._modules, self.rank)
                     yield batch
                 self._failed = False
+                self._leftovers.done()
             except BaseException:
                 self._replicas.fell_out()
                 raise
@@ -395,7 +394,6 @@ class Pipeline:
             raise BatchError(
                 f"microbatches is a whole number, 1 or more, or None for the schedule's, got {microbatches!r}"
             )
-        self._leftovers.refuse_used()
         self._replicas.refuse_out_of_step()
 
     def add_loss(self, value: Tensor) -> None:

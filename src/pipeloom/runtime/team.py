@@ -54,10 +54,10 @@ class Team:
         self._ends = Ends(self.peers.rank, (0,), (0,))
         self._closed = False
 
-    @property
-    def heard_late(self) -> bool:
-        """Whether what failed last elsewhere was an earlier call than the one in which this rank heard of it."""
-        return self._control is not None and self._control.late
+    def ask_whether_used(self, used: Callable[[], bool]) -> None:
+        """Have `used` say whether this rank has changed its weights since its last step: then it cannot be undone."""
+        if self._control is not None:
+            self._control.used = used
 
     def refuse_inside(self, call: str) -> None:
         """Refuse a call from within another one of a pipeline of the same ranks.
