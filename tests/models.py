@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
 TOKENS = 11
@@ -32,6 +33,24 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width)) * self.scale
         result: Tensor = x + self.mlp(x)
+        return result
+
+
+class Checkpointed(nn.Module):
+    """`inner` under activation checkpointing; `bodies` counts how often it ran."""
+
+    def __init__(self, inner: nn.Module, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+        self.bodies = 0
+
+    def body(self, x: Tensor) -> Tensor:
+        self.bodies += 1
+        result: Tensor = self.inner(x)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.body, x, use_reentrant=self.reentrant)
         return result
 
 

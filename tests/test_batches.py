@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
-from models import WIDTH
+from models import WIDTH, Checkpointed
 from pipeloom.errors import BatchError, DisagreementError, PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
 from pipeloom.runtime.tree import tensors
@@ -52,23 +51,17 @@ class Adds(nn.Module):
         return x
 
 
-class Recomputed(nn.Module):
-    """A stage under activation checkpointing, which notes the microbatches that its forwards are told."""
+class Recomputed(Checkpointed):
+    """Notes the microbatches that its forwards are told."""
 
     def __init__(self, inner: nn.Module, *, reentrant: bool = False) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
+        super().__init__(inner, reentrant=reentrant)
         self.pipe: pl.Pipeline
         self.told: list[int] = []
 
     def body(self, x: Tensor) -> Tensor:
         self.told.append(self.pipe.microbatch)
-        result: Tensor = self.inner(x)
-        return result
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.body, x, use_reentrant=self.reentrant)
-        return result
+        return super().body(x)
 
 
 def recompute(name: str) -> None:

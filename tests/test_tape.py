@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from models import WIDTH, Block
+from models import WIDTH, Block, Checkpointed
 from pipeloom.runtime import tape as tapes
 from pipeloom.runtime.tape import Tape
 
@@ -37,23 +36,6 @@ class Tied(nn.Module):
         x = x @ self.linear.weight + self.linear(x).relu_()
         soft = self.matrix.softmax(-1)
         return x @ soft + x.relu() @ soft, self.vector.sum() + soft.mean()
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.block = Block()
-        self.reentrant = reentrant
-        self.bodies = 0
-
-    def body(self, x: Tensor) -> Tensor:
-        self.bodies += 1
-        result: Tensor = self.block(x)
-        return result
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.body, x, use_reentrant=self.reentrant)
-        return result
 
 
 class Hooked(nn.Module):
@@ -163,8 +145,8 @@ class Slices(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: nn.Sequential(Block(), Block()),
     "tied": Tied,
-    "checkpointed": lambda: Checkpointed(reentrant=False),
-    "checkpointed-reentrant": lambda: Checkpointed(reentrant=True),
+    "checkpointed": lambda: Checkpointed(Block(), reentrant=False),
+    "checkpointed-reentrant": lambda: Checkpointed(Block(), reentrant=True),
     "hooked": Hooked,
     "convolved": Convolved,
     "custom": Custom,
@@ -235,7 +217,7 @@ def test_equals_plain_autograd(name: str, split: bool) -> None:
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
 def test_checkpointed_bodies_run_twice(split: bool) -> None:
-    module = Checkpointed(reentrant=False)
+    module = Checkpointed(Block(), reentrant=False)
     _taped(module, 0, split=split)
     assert module.bodies == 2
 
@@ -252,7 +234,7 @@ def test_custom_functions_and_hooks_run_once(split: bool) -> None:
 
 def test_what_cannot_be_divided_says_so() -> None:
     with pytest.warns(UserWarning, match="use_reentrant=True takes no split backward"):
-        _taped(Checkpointed(reentrant=True), 0, split=True)
+        _taped(Checkpointed(Block(), reentrant=True), 0, split=True)
 
 
 def test_inputs_leaves_parameters_alone() -> None:

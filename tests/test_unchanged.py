@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
+from models import Checkpointed
 from pipeloom.errors import PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
 from test_pipeline import square
@@ -52,16 +52,6 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = self.norm(self.linear(x))
         return normed
-
-
-class Recomputed(nn.Module):
-    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        return result
 
 
 class Cached(nn.Module):
@@ -115,7 +105,7 @@ def one_shift() -> list[nn.Module]:
 
 def recomputed(build: Callable[[], list[nn.Module]], reentrant: bool) -> list[nn.Module]:
     first, second, *others = build()
-    return [first, Recomputed(second, reentrant=reentrant), *others]
+    return [first, Checkpointed(second, reentrant=reentrant), *others]
 
 
 def two_norms() -> list[nn.Module]:
