@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeloom.runtime.batch import Batch
-from pipeloom.runtime.executor import Edge, Run
+from pipeloom.runtime.edges import Edge, Edges
 from pipeloom.runtime.tape import Tape
 from pipeloom.schedules import make
 from pipeloom.selftest import CASES, Case, Outcome, run, table
@@ -80,10 +80,10 @@ def test_a_pipeline_that_forgets_a_gradient_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_a_pipeline_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loses(self: Run, edge: Edge, peer: int) -> None:  # noqa: ARG001
-        self._values.pop(edge)
+    def loses(self: Edges, edge: Edge, peer: int) -> None:  # noqa: ARG001
+        self.take(edge)
 
-    monkeypatch.setattr(Run, "send", loses)
+    monkeypatch.setattr(Edges, "send", loses)
     (outcome,) = run(SCHEDULE, [BY_NAME["plain"]], deadline=4)
     assert outcome.kind == "failed"
     assert "ended with exit status 1" in outcome.reason

@@ -22,6 +22,7 @@ from pipeloom.action import Action, Kind
 from pipeloom.errors import PipelineError
 from pipeloom.runtime.batch import Batch
 from pipeloom.runtime.dtensors import Meshes
+from pipeloom.runtime.edges import Edges
 from pipeloom.runtime.imported import is_dtensor
 from pipeloom.runtime.microbatches import refuse_unmergeable
 from pipeloom.runtime.overlap import Part
@@ -31,14 +32,12 @@ from pipeloom.runtime.sharing import marked, refuse_changes, share_memory, unmar
 from pipeloom.runtime.split_backward import Gradients
 from pipeloom.runtime.tape import Tape
 from pipeloom.runtime.times import Times
-from pipeloom.runtime.transport import Pending, Transport
+from pipeloom.runtime.transport import Transport
 from pipeloom.runtime.tree import map_tensors, tensors
 from pipeloom.runtime.unchanged import Unchanged
 from pipeloom.schedule import Schedule
 
 Call = Callable[["Run"], None]
-Edge = tuple[int, int, int]
-"""From stage, to stage, microbatch."""
 
 
 class Step(NamedTuple):
@@ -77,17 +76,6 @@ def keywords_of(module: nn.Module) -> frozenset[str] | None:
     )
 
 
-class _Coming(NamedTuple):
-    value: Pending
-    number: int
-    also: Sequence[Edge]
-
-
-class _Again(NamedTuple):
-    value: Pending
-    first: Edge
-
-
 class Run:
     """One walk over the rows of a rank."""
 
@@ -116,7 +104,8 @@ class Run:
         """The cell that is running."""
         self.part: Action | None = None
         """The part of a composite that is running, if that is known."""
-        self._number = 0
+        self.number = 0
+        """The number of the action that is running."""
         self._ready: Any = None
         """When the running action had its inputs."""
         self._times: Times
@@ -125,14 +114,10 @@ class Run:
         self._scaler = scaler
         self._step = step
         self._randomness = work.randomness if train else None
-        self._transport = transport
+        self.edges = Edges(transport, work.meshes, self._arrive)
         wiring = work.schedule.wiring
         self._sources = {stage: wiring.sources(stage) for stage in work.modules}
         self._targets = {stage: wiring.targets(stage) for stage in work.modules}
-        self._values: dict[Edge, Any] = {}
-        """What came or goes along an edge: a value, or a `Pending` one."""
-        self._repeated: dict[Edge, Any] = {}
-        """Values that came once for several stages, for those that have not taken theirs."""
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._added: list[Tensor] = []
 
@@ -147,13 +132,12 @@ class Run:
         if profiler._is_profiler_enabled:
             steps = [_recorded(step) for step in steps]
         try:
-            for call, self.cell, self._number in steps:
+            for call, self.cell, self.number in steps:
                 self._ready = now()
                 call(self)
-                times.starts[self._number] = self._ready
-                times.ends[self._number] = now()
-            if self._transport is not None:
-                self._transport.flush()
+                times.starts[self.number] = self._ready
+                times.ends[self.number] = now()
+            self.edges.flush()
         except BaseException as error:
             error.add_note(f"in {self.cell} on rank {self.work.rank} of {self.work.schedule.name}")
             raise
@@ -171,44 +155,9 @@ class Run:
         if self._reduce:
             self.work.replicas.reduce(stage)
 
-    def send(self, edge: Edge, peer: int) -> None:
-        assert self._transport is not None
-        self._transport.send(peer, self.work.meshes.flat(self._values.pop(edge)))
-
-    def send_again(self, edge: Edge, peer: int) -> None:
-        """Say that the value of `edge` has gone to this rank already, along another edge."""
-        assert self._transport is not None
-        del self._values[edge]
-        self._transport.send(peer, None)
-
-    def receive(self, edge: Edge, peer: int, also: Sequence[Edge]) -> None:
-        """Post a receive; the value is that of the edges `also` too."""
-        assert self._transport is not None
-        self._values[edge] = _Coming(self._transport.receive(peer), self._number, also)
-
-    def receive_again(self, edge: Edge, first: Edge, peer: int) -> None:
-        """Post the receive of what says that the value has come along `first`."""
-        assert self._transport is not None
-        self._values[edge] = _Again(self._transport.receive(peer), first)
-
-    def _take(self, edge: Edge) -> Any:
-        value = self._values.pop(edge)
-        if isinstance(value, _Coming):
-            return self._come(value)
-        if not isinstance(value, _Again):
-            return value
-        value.value.wait()
-        if edge not in self._repeated:
-            self._values[value.first] = self._come(self._values[value.first])
-        return self._repeated.pop(edge)
-
-    def _come(self, coming: _Coming) -> Any:
-        found = coming.value.wait()
-        self._ready = self._times.ends[coming.number] = self._times.now()
-        found = self.work.meshes.whole(found)
-        for other in coming.also:  # before the first stage that takes it can change it in place
-            self._repeated[other] = map_tensors(_copy, found)
-        return found
+    def _arrive(self, number: int) -> None:
+        """The receive of this number has brought what the running action waited for."""
+        self._ready = self._times.ends[number] = self._times.now()
 
     def forward(self, stage: int, microbatch: int) -> None:
         tape, arguments, keywords = self.begin_forward(stage, microbatch)
@@ -229,7 +178,7 @@ class Run:
         else:
             taken: list[Any] = []
             for source in sources:
-                value, shared = unmarked(self._take((source, stage, microbatch)))
+                value, shared = unmarked(self.edges.take((source, stage, microbatch)))
                 if self.train:
                     value = map_tensors(tape.enter, value)
                     tape.taken.append(len(tape.leaves))
@@ -291,7 +240,7 @@ class Run:
             values = [map_tensors(_cut, chain if target == stage + 1 else skip) for target in targets]
             shared = share_memory(values, watched)
             for target, value in zip(targets, values, strict=True):
-                self._values[stage, target, microbatch] = marked(value) if shared else value
+                self.edges.put((stage, target, microbatch), marked(value) if shared else value)
             if self.train:
                 for tensor in (*tensors(skip), *tensors(chain)):
                     tape.leave(tensor)
@@ -350,7 +299,7 @@ class Run:
         targets = self._targets[stage]
         if not targets:
             return list(tape.shares)
-        chain, *skips = [self._take((target, stage, microbatch)) for target in targets]
+        chain, *skips = [self.edges.take((target, stage, microbatch)) for target in targets]
         # Added up as the engine would: it runs the latest stage first, and the chain last.
         return [*_add_up(reversed(skips)), *chain, *tape.shares]
 
@@ -358,7 +307,7 @@ class Run:
         """Hand the gradients of the stage's inputs to the stages they came from."""
         start = 0
         for source, end in zip(self._sources[stage], self._tapes[stage, microbatch].taken, strict=True):
-            self._values[stage, source, microbatch] = gradients[start:end]
+            self.edges.put((stage, source, microbatch), gradients[start:end])
             start = end
 
     def module(self, stage: int) -> nn.Module:
@@ -463,10 +412,6 @@ def _in_backward() -> bool:
 def _cut(tensor: Tensor) -> Tensor:
     """`tensor` without its graph, which still says whether a gradient is wanted for it."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _add_up(gradients: Iterable[Gradients]) -> Gradients:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pipeloom.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind
-from pipeloom.runtime.executor import COMPUTING, Call, Edge, Run, Step, Work
+from pipeloom.runtime.edges import Edge
+from pipeloom.runtime.executor import COMPUTING, Call, Run, Step, Work
 from pipeloom.runtime.times import UNTIMED
 
 
@@ -73,14 +74,12 @@ class Program:
             first, also = self._once.setdefault((edge[0], peer, cell.microbatch), (edge, also))
             if first != edge:
                 also.append(edge)
-                return (
-                    partial(Run.send_again, edge=edge, peer=peer)
-                    if sends
-                    else partial(Run.receive_again, edge=edge, first=first, peer=peer)
-                )
+                if sends:
+                    return lambda run: run.edges.send_again(edge, peer)
+                return lambda run: run.edges.receive_again(edge, peer, first)
         if sends:
-            return partial(Run.send, edge=edge, peer=peer)
-        return partial(Run.receive, edge=edge, peer=peer, also=also)
+            return lambda run: run.edges.send(edge, peer)
+        return lambda run: run.edges.receive(edge, peer, run.number, also)
 
     def _edge(self, cell: Action) -> Edge:
         """The edge that a send or receive serves: its far end is named, or the neighbour on the chain."""
