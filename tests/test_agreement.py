@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -169,6 +170,23 @@ def one_after_another(transport: Literal["local", "torch"]) -> None:
 @pytest.mark.parametrize("transport", ["local", "torch"])
 def test_pipelines_one_after_another(transport: Literal["local", "torch"]) -> None:
     launch(one_after_another, RANKS, transport, timeout=30.0)
+
+
+def leave_out() -> None:
+    """Rank 1 closes its pipeline while the others are in a call of it; then all go on with another one."""
+    for call in (pl.Pipeline.loss, pl.Pipeline.trace, lambda pipe: run(pipe, pipe.step)):
+        pipe = pipeline()
+        run(pipe, pipe.step)
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        else:
+            with pytest.raises(PeerFailed, match=r"rank 1 on .*: it closed its pipeline"):
+                call(pipe)
+        pipe.close()
+
+
+def test_a_call_that_a_rank_leaves_out_ends_with_its_pipeline() -> None:
+    launch(leave_out, RANKS, timeout=30.0)
 
 
 def cross(transport: Literal["local", "torch"], name: str) -> None:

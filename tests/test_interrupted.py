@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 import signal
+from datetime import timedelta
 from typing import Literal
 
 import pytest
@@ -26,10 +27,6 @@ class Interrupted(Exception):  # noqa: N818 - it stands for KeyboardInterrupt
     pass
 
 
-def interrupt(*_: object) -> None:
-    raise Interrupted
-
-
 def train(transport: Literal["local", "torch"], rounds: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -40,21 +37,29 @@ def train(transport: Literal["local", "torch"], rounds: int) -> None:
     x = torch.randn(8, WIDTH)
     pl.reference.step(whole, schedule, x, target=x, loss_fn=square)
     expected = [parameter.grad for parameter in whole[rank].parameters()]
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise Interrupted
+
     signal.signal(signal.SIGALRM, interrupt)
     chance = random.Random(rank)
     pipe: pl.Pipeline | None = None
-    store, attempts, others = _get_default_store(), itertools.count(), itertools.count()
+    store, attempts = _get_default_store(), itertools.count()
 
     def attempt(seconds: float) -> bool:
         """A step that is interrupted after so long, if at all; whether it was done on both ranks."""
+        nonlocal armed
         assert pipe is not None
         try:
             try:
+                armed = True
                 signal.setitimer(signal.ITIMER_REAL, seconds)
                 pipe.step(*[x][: pipe.first], target=x if pipe.last else None)
                 pipe.loss()
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                armed = False  # a signal that another thread took may still come
             done = True
         except (
             Interrupted,
@@ -62,8 +67,14 @@ def train(transport: Literal["local", "torch"], rounds: int) -> None:
             RuntimeError,
         ):  # a condition of Python's that is interrupted raises the last
             done = False
-        store.set(f"{next(attempts)} of rank {rank}", str(done))
-        both = store.get(f"{next(others)} of rank {1 - rank}") == b"True" and done
+        number = next(attempts)
+        store.set(f"{number} of rank {rank}", str(done))
+        of_other = f"{number} of rank {1 - rank}"
+        try:
+            store.wait([of_other], timedelta(seconds=2))
+        except RuntimeError:
+            pipe.close()  # what struck between two calls here leaves the other rank in the second, until it is told
+        both = store.get(of_other) == b"True" and done
         if both:
             found = [parameter.grad for parameter in modules[rank].parameters()]
             assert all(map(torch.equal, found, expected))  # type: ignore[arg-type]

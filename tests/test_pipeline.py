@@ -440,6 +440,7 @@ def test_a_stage_is_a_module_and_a_number(module: Any, index: Any) -> None:
 def test_a_closed_pipeline_says_so() -> None:
     pipe = alone()
     pipe.close()
+    pipe.close()
     for call in (lambda: pipe.step(ONES, target=ONES), lambda: pipe.eval(ONES), lambda: pipe.clip_grad_norm_(1.0)):
         with pytest.raises(PipelineError, match="this pipeline is closed"):
             call()

@@ -36,6 +36,7 @@ def run_ranks(ranks: int, body: Callable[[int, Transport], None], path: Path, ki
         transport.flush()
         dist.barrier()
         transport.close()
+        transport.close()  # which does nothing
 
     processes.run_ranks(ranks, with_transport, path)
 

@@ -249,6 +249,7 @@ class Control:
             self._lines.say(BYE)
             self._lines.wait_until_said(_TELLING)
             self._closed = True
+        self._order.leave(self.name)
         self._lines.close()
         _OPEN.discard(self)
         self._alarm.close()

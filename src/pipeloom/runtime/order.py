@@ -61,6 +61,11 @@ class Order:
                 return None
             return (own[0], _wrong(own, rank, place)) if own[0] != place[0] else None
 
+    def leave(self, pipeline: str) -> None:
+        """This rank closes a pipeline, and does not make the calls of it that others may be in."""
+        with self._lock:
+            self._ended |= any(place[0] == pipeline for heard in self._heard.values() for place in heard.values())
+
     def end(self) -> None:
         """A call has failed."""
         with self._lock:

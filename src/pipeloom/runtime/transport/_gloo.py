@@ -21,7 +21,8 @@ import torch.distributed as dist
 from pipeloom.runtime.transport._carrier import Part, private
 from pipeloom.runtime.transport._tree import Spec, flat
 
-_Works: TypeAlias = "queue.Queue[list[tuple[dist.Work, torch.Tensor]] | None]"
+_Work: TypeAlias = tuple[dist.Work, torch.Tensor]
+_Lots: TypeAlias = "queue.SimpleQueue[tuple[list[_Work], threading.Lock] | None]"
 
 MOST_BYTES = 64 << 20
 """More than this is neither kept by sends that are over, nor posted ahead."""
@@ -40,7 +41,10 @@ class Gloo:
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self._rank = group.rank()
-        self._up, self._down = (private(group, f"{name}/{way}", range(group.size()), _CPU) for way in ("up", "down"))
+        self._groups = {
+            up: private(group, f"{name}/{'up' if up else 'down'}", range(group.size()), _CPU) for up in (True, False)
+        }
+        """By whether tensors go to a higher rank."""
         self._pending = _Pending()
         self._ahead: dict[_Key, deque[Part]] = {}
         """Receives that no header has come for, in order."""
@@ -59,7 +63,7 @@ class Gloo:
             if tensor.numel():
                 copy = tensor.detach().to(_CPU, copy=True)
                 data = copy if copy.is_contiguous() else flat(copy)
-                group = self._up if self._rank < rank else self._down
+                group = self._groups[self._rank < rank]
                 self._pending.add(group.send([data], rank, _tag(copy.nbytes)), copy)
 
     def receive(self, rank: int, specs: Sequence[Spec]) -> list[Part]:
@@ -99,7 +103,7 @@ class Gloo:
     def close(self) -> None:
         self._pending.close()
         self._ahead.clear()
-        del self._up, self._down
+        self._groups.clear()
 
     def _take(self, key: _Key) -> Part:
         ahead = self._ahead.get(key)
@@ -124,7 +128,7 @@ class Gloo:
     def _post(self, key: _Key) -> Part:
         rank, nbytes = key
         memory = torch.empty(nbytes, dtype=torch.uint8)
-        group = self._up if rank < self._rank else self._down
+        group = self._groups[rank < self._rank]
         return memory, group.recv([memory], rank, _tag(nbytes))
 
 
@@ -137,13 +141,16 @@ class _Pending:
     wait: here, a thread.
 
     It is given them at the end of a step, or when they hold much memory, as each wake-up of it takes time from compute.
-    One that fails is over as well; whoever waits for the rank at its other end says why.
+    One that fails is over as well; whoever waits for the rank at its other end says why. What an exception from outside
+    breaks off here holds no lock: neither do a `SimpleQueue` nor a lock have any of Python's code in them.
     """
 
     def __init__(self) -> None:
-        self._recent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._recent: list[_Work] = []
         self._bytes = 0
-        self._works: _Works | None = None
+        self._lots: _Lots | None = None
+        self._over = threading.Lock()
+        """Held until the last works that were handed over are over."""
 
     def add(self, work: dist.Work, data: torch.Tensor) -> None:
         self._recent.append((work, data))
@@ -152,13 +159,11 @@ class _Pending:
             self._hand_over()
 
     def flush(self, seconds: float) -> bool:
-        works = self._hand_over()
-        if works is None:
-            return True
-        with works.all_tasks_done:
-            if works.unfinished_tasks:
-                works.all_tasks_done.wait(seconds)
-            return not works.unfinished_tasks
+        self._hand_over()
+        over = self._over.acquire(timeout=seconds)
+        if over:
+            self._over.release()
+        return over
 
     def forget(self) -> None:
         """Leave what is not over to its thread, which ends with it or with the group."""
@@ -166,25 +171,27 @@ class _Pending:
             self.close()
 
     def close(self) -> None:
-        works = self._hand_over()
-        if works is not None:
-            works.put(None)
-            self._works = None
+        self._hand_over()
+        if self._lots is not None:
+            self._lots.put(None)
+            self._lots, self._over = None, threading.Lock()
 
-    def _hand_over(self) -> _Works | None:
+    def _hand_over(self) -> None:
         if self._recent:
-            if self._works is None:
-                self._works = queue.Queue()
-                threading.Thread(target=_wait_for_all, args=[self._works], name="pipeloom-gloo", daemon=True).start()
-            self._works.put(self._recent)
+            if self._lots is None:
+                self._lots = queue.SimpleQueue()
+                threading.Thread(target=_wait_for_all, args=[self._lots], name="pipeloom-gloo", daemon=True).start()
+            self._over = threading.Lock()
+            self._over.acquire()
+            self._lots.put((self._recent, self._over))
             self._recent, self._bytes = [], 0
-        return self._works
 
 
-def _wait_for_all(works: _Works) -> None:
-    while (sent := works.get()) is not None:
-        while sent:
+def _wait_for_all(lots: _Lots) -> None:
+    while (lot := lots.get()) is not None:
+        works, over = lot
+        while works:
             with contextlib.suppress(RuntimeError):
-                sent[0][0].wait()
-            del sent[0]
-        works.task_done()
+                works[0][0].wait()
+            del works[0]
+        over.release()
