@@ -90,6 +90,7 @@ def train(transport: Literal["local", "torch"], rounds: int) -> None:
             pipe = None
     if pipe is not None:
         pipe.close()
+    dist.barrier()  # rank 0 keeps the store
 
 
 @pytest.mark.timeout(240)
