@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -298,8 +299,10 @@ def test_the_part_of_a_composite_that_failed_is_named(stage: int, kind: Kind, re
     launch(break_a_part, 4, stage, kind, registered, timeout=30.0)
 
 
-def clip_otherwise() -> None:
+def ask_otherwise() -> None:
     pipe = pipeline()
+    with pytest.raises(DisagreementError, match=r"reduce is True on ranks 0, 2 and False on rank 1"):
+        run(pipe, partial(pipe.step, reduce=dist.get_rank() != 1))
     run(pipe, pipe.step)
     with pytest.raises(DisagreementError, match=r"max_norm is 1\.0 on ranks 0, 2 and 2\.0 on rank 1"):
         pipe.clip_grad_norm_(2.0 if dist.get_rank() == 1 else 1.0)
@@ -308,8 +311,8 @@ def clip_otherwise() -> None:
     pipe.close()
 
 
-def test_norms_that_differ() -> None:
-    launch(clip_otherwise, RANKS, timeout=30.0)
+def test_settings_of_calls_that_differ() -> None:
+    launch(ask_otherwise, RANKS, timeout=30.0)
 
 
 def call_inside(folder: Path, transport: Literal["local", "torch"]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import pipeloom as pl
 from models import cross_entropy, text
-from pipeloom.errors import PipelineError
+from pipeloom.errors import DisagreementError, PipelineError
 from pipeloom.runtime.launcher import launch
 from test_pipeline import Side, make
 
@@ -83,3 +85,23 @@ def lonely() -> None:
 
 def test_a_scaler_of_one_rank_is_refused() -> None:
     launch(lonely, 2)
+
+
+def scale_otherwise() -> None:
+    side, rank = Side(make("1F1B", 2, 4)), dist.get_rank()
+    x, y = text(8, seed=0)
+
+    def step(scaler: ShardedGradScaler | None) -> None:
+        side.pipe.step(*[x][: side.pipe.first], target=y if side.pipe.last else None, scaler=scaler)
+
+    scalers = [ShardedGradScaler("cpu", init_scale=64.0), ShardedGradScaler("cpu", init_scale=32.0), None]
+    for pair in itertools.combinations(scalers, 2):
+        with pytest.raises(DisagreementError, match=r"scaler is '.*' on rank 0 and '.*' on rank 1"):
+            step(pair[rank])
+        assert all(parameter.grad is None for parameter in side.pipe.parameters())
+    step([None, ShardedGradScaler("cpu", enabled=False)][rank])
+    side.pipe.close()
+
+
+def test_scalers_that_differ() -> None:
+    launch(scale_otherwise, 2, timeout=30.0)

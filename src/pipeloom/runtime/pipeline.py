@@ -232,7 +232,8 @@ class Pipeline:
         """
         given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, batch_id, self._handling)
         count = self.schedule.microbatches
-        with self._together("step", count, given, partial(self._refuse_step, scaler)) as batch:
+        agreed: dict[str, Plain] = {"reduce": reduce, "scaler": _scale(scaler)}
+        with self._together("step", count, given, partial(self._refuse_step, scaler), **agreed) as batch:
             output = self._train(batch, losses, scaler, keep=return_outputs, reduce=reduce)
         self.steps += 1
         return output
@@ -320,8 +321,10 @@ class Pipeline:
                 raise
 
     @contextmanager
-    def _together(self, call: str, microbatches: int, given: Given, refuse: Callable[[], None]) -> Iterator[Batch]:
-        agreed: dict[str, Plain] = {"call": call, "microbatches": microbatches, "schedule": self._digest}
+    def _together(
+        self, call: str, microbatches: int, given: Given, refuse: Callable[[], None], **agreed: Plain
+    ) -> Iterator[Batch]:
+        agreed |= {"call": call, "microbatches": microbatches, "schedule": self._digest}
         with self._team.calling(call):
             self._run, self._failed = None, True
             try:
@@ -529,3 +532,7 @@ class Pipeline:
 
 def _name(weight: Weight) -> str:
     return weight if isinstance(weight, str) else "a function"
+
+
+def _scale(scaler: torch.amp.GradScaler | None) -> str:
+    return f"at {scaler.get_scale()}" if scaler is not None and scaler.is_enabled() else "off"
