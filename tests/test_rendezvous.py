@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -17,7 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import DistStoreError
 
+import pipeloom as pl
 from pipeloom.errors import PeerFailed
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.transport import _rendezvous, connect
@@ -68,14 +73,14 @@ def test_strangers_do_not_get_in(stranger: Callable[[socket.socket], None]) -> N
     assert meet_a(stranger) is None
 
 
-@pytest.mark.parametrize("unix", [True, False])
-def test_all_ranks_meet(unix: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unix", [{0, 1, 2, 3}, set(), {0, 1, 3}, {2, 3}, {1}])
+def test_all_ranks_meet(unix: set[int], tmp_path: Path) -> None:
     def body(group: dist.ProcessGroup) -> None:
         for _ in range(2):
-            peers = meet(group, unique(group, "test"), unix=unix)
+            peers = meet(group, unique(group, "test"), unix=group.rank() in unix)
             assert sorted(peers) == [rank for rank in range(4) if rank != group.rank()]
             for rank, peer in peers.items():
-                assert peer.same_host == unix
+                assert peer.same_host == ({rank, group.rank()} <= unix)
                 peer.socket.sendall(bytes([group.rank(), rank]))
             for rank, peer in peers.items():
                 assert peer.socket.recv(2, socket.MSG_WAITALL) == bytes([rank, group.rank()])
@@ -83,6 +88,27 @@ def test_all_ranks_meet(unix: bool, tmp_path: Path) -> None:
                 assert {peer.socket.getsockname()[0] for peer in peers.values()} == {"127.0.0.1"}
 
     run_ranks(4, body, tmp_path)
+
+
+@pytest.mark.parametrize("left", range(0, 20, 2))
+def test_a_rank_without_descriptors_says_so(left: int, tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        taken: list[int] = []
+        if group.rank() == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            for each in taken[:left]:
+                os.close(each)
+        own = pytest.raises((OSError, DistStoreError), match="Too many open files")
+        others = pytest.raises(PeerFailed, match=r"^rank 1")
+        with own if group.rank() == 1 else others:
+            pl.Pipeline([pl.Stage(nn.Identity(), group.rank())], "1F1B", microbatches=2, group=group)
+        for each in taken[left:]:
+            os.close(each)
+
+    run_ranks(3, body, tmp_path, seconds=30)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +126,16 @@ def test_a_rank_that_ends_while_connecting_is_named(
     dead: int, key: str, unix: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed when it knows where the others listen or, with "host", before it has said where it does."""
-    exchange = _rendezvous._exchange
+    said = _rendezvous._said
 
     def body(group: dist.ProcessGroup) -> None:
         def then_end(store: Any, asked: str, *rest: Any) -> list[Card]:
-            found = exchange(store, asked, *rest)
+            found = said(store, asked, *rest)
             if asked == key and group.rank() == dead:
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
 
-        monkeypatch.setattr(_rendezvous, "_exchange", then_end)
+        monkeypatch.setattr(_rendezvous, "_said", then_end)
         start = time.monotonic()
         with pytest.raises(PeerFailed, match="ended while the ranks were connecting") as found:
             meet(group, unique(group, "test"), unix=unix, seconds=40)

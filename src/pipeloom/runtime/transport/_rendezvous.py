@@ -6,6 +6,7 @@ Ranks of one host meet on Unix sockets in the abstract namespace, which leave no
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -15,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,9 @@ def meet(
         raise PeerFailed(
             0, f"the store of the process group, which it or the launcher keeps, is gone: {error}"
         ) from None
+    except OSError as error:
+        lookout.say(group.rank(), f"it cannot connect: {error}", socket.gethostname())
+        raise
     lookout.all_came()
     _SOCKETS.update(peer.socket for peer in peers.values())
     return peers
@@ -91,11 +95,15 @@ class _Lookout:
         self.near: dict[int, Card] = {}
         """What ranks of this host have said of where they listen."""
         self.deadline = deadline
-        self._store, self._ranks, self._watch = store, range(group.size()), watch
+        self._store, self._group, self._watch = store, group, watch
         self._next = 0.0
-        asks = watch is None and "cpu:gloo" in dist.get_backend_config(group)
-        self._arrival = dist.all_reduce(torch.zeros(1), group=group, async_op=True) if asks else None
-        """Over when all ranks are in `meet`, broken off when one ends before."""
+        self._arrival: dist.Work | None = None
+        """Over when all ranks have said where they are, broken off when one ends before."""
+
+    def arrive(self) -> None:
+        """This rank has said where it is."""
+        if self._watch is None and "cpu:gloo" in dist.get_backend_config(self._group):
+            self._arrival = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
 
     def look(self, missing: int) -> None:
         """Called again and again while `missing` is waited for.
@@ -114,7 +122,7 @@ class _Lookout:
             self.refuse_ended(rank, card)
         if self._broken_off():
             time.sleep(_SECONDS_A_LOOK)  # those that are here say so meanwhile
-            away = [rank for rank in self._ranks if not self._store.check([f"host/{rank}"])]
+            away = [rank for rank in range(self._group.size()) if not self._store.check([f"host/{rank}"])]
             if len(away) == 1:
                 self._raise(away[0], "it ended before it had connected")
             if away:
@@ -148,10 +156,13 @@ class _Lookout:
             return True
         return False
 
+    def say(self, rank: int, cause: str, host: str) -> list[Any]:
+        """Say why nobody need wait, unless somebody has, as those that say so listen no more either; what was said."""
+        said: list[Any] = json.loads(self._store.compare_set("ended", "", json.dumps([rank, cause, host])))
+        return said
+
     def _raise(self, rank: int, cause: str, host: str = "") -> NoReturn:
-        """The first to raise says so in the store: those that do listen no more either."""
-        said = self._store.compare_set("ended", "", json.dumps([rank, cause, host]))
-        rank, cause, host = json.loads(said)
+        rank, cause, host = self.say(rank, cause, host)
         time.sleep(_SECONDS_A_LOOK)  # the others read it before this rank can end, and the store with it
         raise PeerFailed(rank, cause, host=host)
 
@@ -168,17 +179,22 @@ def _meet(store: Store, rank: int, size: int, unix: bool, lookout: _Lookout) -> 
             listeners[-1].bind("\0" + str(host["unix"]))
             listeners[-1].listen(size)
         machine = host["machine"]
-        hosts = _exchange(store, "host", rank, size, host, lookout)
+        store.set(f"host/{rank}", json.dumps(host))
+        lookout.arrive()
+        hosts = _said(store, "host", size, lookout)
         secret = store.get("secret")
-        near = {other: each for other, each in enumerate(hosts) if unix and each["machine"] == machine}
+        near = {
+            other: each for other, each in enumerate(hosts) if unix and "unix" in each and each["machine"] == machine
+        }
         lookout.near = near
         several = any(each["machine"] != machine for each in hosts)
         card: Card = {}
-        if not unix or several:
+        if len(near) < size:
             listeners.append(stack.enter_context(tcp_listener(several)))
             card = {"tcp": addresses() if several else ["127.0.0.1"], "port": listeners[-1].getsockname()[1]}
             listeners[-1].listen(size)
-        said = _exchange(store, "card", rank, size, card, lookout)
+        store.set(f"card/{rank}", json.dumps(card))
+        said = _said(store, "card", size, lookout)
         cards = [{"name": each["name"]} | said[other] | near.get(other, {}) for other, each in enumerate(hosts)]
         lookout.near = {}
         peers: dict[int, Peer] = {}
@@ -201,9 +217,8 @@ def _meet(store: Store, rank: int, size: int, unix: bool, lookout: _Lookout) -> 
     return peers
 
 
-def _exchange(store: Store, key: str, rank: int, size: int, mine: Card, lookout: _Lookout) -> list[Card]:
+def _said(store: Store, key: str, size: int, lookout: _Lookout) -> list[Card]:
     """What every rank says under `key`."""
-    store.set(f"{key}/{rank}", json.dumps(mine))
     found = []
     for other in range(size):
         pause = 0.001
@@ -247,6 +262,8 @@ def _connect(card: Card, secret: bytes, rank: int, other: int, lookout: _Lookout
             except OSError as error:
                 if made is not None:
                     made.close()
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise
                 last = error
         lookout.look(other)
         lookout.refuse_ended(other, card)

@@ -13,6 +13,7 @@ have been a rewind.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -66,7 +67,11 @@ class Ring:
             fds = [_memory(), *(_event() for _ in range(4))]
             socket.send_fds(peer, [b"r"], fds)
         else:
-            _, fds, _, _ = socket.recv_fds(peer, 1, 5, socket.MSG_CMSG_CLOEXEC)
+            _, fds, flags, _ = socket.recv_fds(peer, 1, 5, socket.MSG_CMSG_CLOEXEC)
+            if flags & socket.MSG_CTRUNC:
+                for each in fds:
+                    os.close(each)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if len(fds) != 5:
                 raise ConnectionResetError("the other end closed before it shared its memory")
         memory, *self._events = fds
