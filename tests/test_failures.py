@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 import traceback
 from pathlib import Path
 from typing import Literal
@@ -151,6 +153,34 @@ def test_what_is_asked_of_a_failed_step_is_refused_at_once(
     name: str, transport: Literal["local", "torch"], ask: str
 ) -> None:
     launch(asks_after_a_failure, 2, name, transport, ask, timeout=20.0)
+
+
+class Ends(nn.Module):
+    """Kills or stops its process in a forward that takes long."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            time.sleep(1.5)
+            os.kill(os.getpid(), self.number)
+        return x * 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_a_rank_was_last_doing_is_known(number: signal.Signals, tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = Ends(number) if group.rank() == 1 else nn.Linear(WIDTH, WIDTH)
+        pipe = pl.Pipeline([pl.Stage(module, group.rank())], make("1F1B", 3, 4), loss_fn=square, deadline=3)
+        with pytest.raises(PeerFailed, match=r"^rank 1 .* when it was last heard of, [\d.]+ s before, it was in 1F2\n"):
+            pipe.step(*[torch.ones(8, WIDTH)][: pipe.first], target=torch.ones(8, WIDTH) if pipe.last else None)
+
+    ended = {1: -signal.SIGKILL}
+    run_ranks(3, body, tmp_path, statuses=ended, seconds=30, forget=1 if number == signal.SIGSTOP else None)
 
 
 def test_an_error_shows_a_few_rows_only(tmp_path: Path) -> None:

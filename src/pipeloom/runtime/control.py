@@ -18,6 +18,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,9 +74,13 @@ class Control:
         """What tells this pipeline from others of these ranks."""
         self._order = order_of(group.group_name)
         self._announce()
-        self._lines = Lines(group, f"{self.name}/control", deadline, self._hear, self._lose)
+        self._lines = Lines(group, f"{self.name}/control", deadline, self._beat, self._hear, self._lose)
         self.used: Callable[[], bool] = lambda: False
         """Whether this rank has changed its weights since its last step was done."""
+        self.doing: Callable[[], str] = lambda: "making the pipeline"
+        """What this rank is doing; called on the thread of this channel."""
+        self._doings: dict[int, tuple[float, str]] = {}
+        """When a rank last said what it was doing, and that."""
         self._lock, self._changed = self._lines.lock, self._lines.changed
         self.number = self._step = self._settled = 0  # calls are numbered from 1
         self._raised = self._ringing = self._closed = False
@@ -329,8 +334,11 @@ class Control:
     def _hear(self, rank: int, message: Message) -> None:
         if message["kind"] == "hello":
             self._hellos.setdefault(message["number"], {})[rank] = (message["equal"], message["own"])
+            self._hear_of(rank, f"at the beginning of {message['equal'].get('call')}")
             self._compare()
             self._hear_order(rank, message["order"], (self.name, str(message["equal"].get("call"))))
+        elif message["kind"] == "beat":
+            self._hear_of(rank, str(message["doing"]))
         elif message["kind"] == "making":
             self._hear_order(rank, message["order"], tuple(message["place"]))
         elif message["kind"] == "failed":
@@ -343,7 +351,16 @@ class Control:
         if crossed is not None:  # on a thread of its own, as that of the other pipeline may be about to come here
             threading.Thread(target=_disagree, args=[self._order, *crossed], daemon=True).start()
 
+    def _hear_of(self, rank: int, doing: str) -> None:
+        self._doings[rank] = time.monotonic(), doing
+
+    def _beat(self) -> Message:
+        return {"kind": "beat", "doing": self.doing()}
+
     def _lose(self, rank: int, cause: str) -> _Failure:
+        if rank in self._doings:
+            when, doing = self._doings[rank]
+            cause += f"; when it was last heard of, {time.monotonic() - when:.1f} s before, it was {doing}"
         return self._add(_Failure(None, {"rank": rank, "cause": cause, "host": self._lines.host(rank)}))
 
 

@@ -146,9 +146,8 @@ class Run:
     @property
     def place(self) -> tuple[Schedule, Action, Action | None] | None:
         """What this run has come to: its schedule, the cell, and which action of it is at work, if that is known."""
-        if self.cell is None:
-            return None
-        return self.work.schedule, self.cell, self.part if self.cell.parts else self.cell
+        cell = self.cell  # another thread may ask
+        return (self.work.schedule, cell, self.part if cell.parts else cell) if cell is not None else None
 
     def reduce(self, stage: int) -> None:
         """Average the gradients of a stage over its replicas, unless this step leaves it to a later one."""

@@ -22,7 +22,6 @@ from pipeloom.runtime.transport._tree import pack, read
 Message: TypeAlias = Mapping[str, Any]
 
 BYE: Message = {"kind": "bye"}
-_BEAT: Message = {"kind": "beat"}
 _SECONDS_A_BEAT = 0.5
 _LARGEST_MESSAGE = 1 << 20
 
@@ -48,10 +47,11 @@ class Lines:
         group: the ranks.
         name: under which they meet.
         deadline: seconds of silence after which a rank counts as lost.
+        beat: what is said every now and then, so that others know of this rank.
         hear: called with a rank and its message. A message is a dict of plain values with a "kind".
         lose: called with a rank and the reason, when it is lost without having said goodbye.
 
-    Both are called with `lock` held, and whoever waits for `changed` is notified afterwards.
+    All are called with `lock` held, and whoever waits for `changed` is notified afterwards.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class Lines:
         group: dist.ProcessGroup,
         name: str,
         deadline: float,
+        beat: Callable[[], Message],
         hear: Callable[[int, Message], None],
         lose: Callable[[int, str], object],
     ) -> None:
         # What is entered is the lock: that of a condition is Python code, and Ctrl-C in it could leave it locked.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self._deadline, self._hear, self._lose = deadline, hear, lose
+        self._deadline, self._beat, self._hear, self._lose = deadline, beat, hear, lose
         now = time.monotonic()
         self._lines = {rank: _Line(peer, now) for rank, peer in meet(group, name).items()}
         for line in self._lines.values():
@@ -160,7 +161,7 @@ class Lines:
                     else:
                         self._serve(lines[fd], now)
                 if now - said >= beat:
-                    self.say(_BEAT)
+                    self.say(self._beat())
                     said = now
                 self._look_for_silence(now)
                 self.changed.notify_all()
@@ -179,7 +180,7 @@ class Lines:
             while (message := _next(line.received)) is not None:
                 if message["kind"] == "bye":
                     line.left = True
-                elif message["kind"] != "beat":
+                else:
                     self._hear(line.peer.rank, message)
         except (MessageError, TypeError, KeyError) as error:
             self._end(line, f"what it sent on the control channel cannot be read: {error}")

@@ -125,7 +125,7 @@ class Pipeline:
             stages = self._replicas.stages
             self._randomness = Randomness(seed, stages, self.schedule.wiring.stages) if seed is not None else None
             self._leftovers = Leftovers(self._modules.values(), self._replicas)
-            self._team.ask_whether_used(self._leftovers.used)
+            self._team.ask(self._leftovers.used, self._where)
             self._unchanged = Unchanged(stages, self.schedule.wiring.copies)
             self._ties = Ties(self._modules, self.schedule, peers)
             self._ties.add_all(sorted({names for stage in stages for names in stage.ties}))
@@ -328,9 +328,7 @@ class Pipeline:
         with self._team.calling(call):
             self._run, self._failed = None, True
             try:
-                with self._team.together(
-                    agreed, given, microbatches, self._weight, self._replicas, refuse, self._where
-                ) as batch:
+                with self._team.together(agreed, given, microbatches, self._weight, self._replicas, refuse) as batch:
                     batch.cut_keywords(given)
                     refuse_unknown_keywords(batch.keywords, self._modules, self.rank)
                     yield batch
@@ -341,7 +339,8 @@ class Pipeline:
                 raise
 
     def _where(self) -> Place | None:
-        return self._run.place if self._run is not None else None
+        run = self._run
+        return run.place if run is not None else None
 
     @without_inner_calls
     def tie(self, *names: str) -> None:

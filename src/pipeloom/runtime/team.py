@@ -53,11 +53,18 @@ class Team:
         self._group = group
         self._ends = Ends(self.peers.rank, (0,), (0,))
         self._closed = False
+        self._where: Callable[[], Place | None] = lambda: None
 
-    def ask_whether_used(self, used: Callable[[], bool]) -> None:
-        """Have `used` say whether this rank has changed its weights since its last step: then it cannot be undone."""
+    def ask(self, used: Callable[[], bool], where: Callable[[], Place | None]) -> None:
+        """Have two functions say how it stands with this rank, for the errors of all.
+
+        Args:
+            used: whether it has changed its weights since its last step: then that cannot be undone.
+            where: what it has come to in a step; other threads ask as well.
+        """
+        self._where = where
         if self._control is not None:
-            self._control.used = used
+            self._control.used, self._control.doing = used, self._doing
 
     def refuse_inside(self, call: str) -> None:
         """Refuse a call from within another one of a pipeline of the same ranks.
@@ -138,7 +145,6 @@ class Team:
         weight: Weight,
         replicas: Replicas,
         refuse: Callable[[], None],
-        where: Callable[[], Place | None],
     ) -> Iterator[Batch]:
         """A step of all ranks, on what was given to this one.
 
@@ -149,7 +155,6 @@ class Team:
             weight: how much each of them counts.
             replicas: over which they count.
             refuse: raises if this rank cannot take the step.
-            where: what this rank has come to, for the error if it fails.
         """
         self.refuse_closed()
         refused: Exception | None = None
@@ -172,7 +177,7 @@ class Team:
             yield batch
         except BaseException as error:
             if self._control is not None:
-                self._tell(self._control, error, where())
+                self._tell(self._control, error, self._where())
             raise
 
     def exchange(self, run: Run) -> None:
@@ -223,6 +228,10 @@ class Team:
     def _ask(self, rank: int, name: str) -> str:
         assert self._control is not None
         return str(self._control.value(rank, name))
+
+    def _doing(self) -> str:
+        where = self._where()
+        return f"in {where[1]}" if where is not None else "between steps"
 
     def _tell(self, control: Control, error: BaseException, where: Place | None) -> None:
         if where is None:
