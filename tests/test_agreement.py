@@ -247,6 +247,35 @@ def test_pipelines_in_threads() -> None:
     launch(in_threads, RANKS, timeout=30.0)
 
 
+def in_two_threads(folder: Path) -> None:
+    """While one thread is in a step another one makes each other call of the same pipeline."""
+    pipe = pipeline()
+    others = calls(pipe, folder) | {"close": pipe.close}
+    refused: list[str] = []
+
+    def call(name: str) -> None:
+        with pytest.raises((PipelineError, CheckpointError), match="another thread is in a call of this pipeline"):
+            others[name]()
+        refused.append(name)
+
+    def call_all(*_: object) -> None:
+        for name in others:
+            thread = threading.Thread(target=call, args=[name])
+            thread.start()
+            thread.join()
+
+    for module in pipe.modules.values():
+        module.register_forward_hook(call_all)
+    for _ in range(2):
+        run(pipe, pipe.step)
+    assert refused == [*others] * 4 * 2
+    pipe.close()
+
+
+def test_two_threads_in_one_pipeline(tmp_path: Path) -> None:
+    launch(in_two_threads, RANKS, tmp_path, timeout=30.0)
+
+
 class Breaks(nn.Module):
     """Raises in one of its forwards, or in the backward of it."""
 

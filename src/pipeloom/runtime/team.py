@@ -47,6 +47,8 @@ class Team:
 
     def __init__(self, group: dist.ProcessGroup | None, deadline: float) -> None:
         self._ranks = tuple(dist.get_process_group_ranks(group)) if group else ()
+        self._busy = threading.RLock()
+        """Held by the thread that is in a call."""
         self.refuse_inside("Pipeline(...)")
         self.peers = Peers(group.rank(), group.size()) if group else Peers(0, 1)
         self._control = Control(group, deadline=deadline) if group and group.size() > 1 else None
@@ -67,10 +69,10 @@ class Team:
             self._control.used, self._control.doing = used, self._doing
 
     def refuse_inside(self, call: str) -> None:
-        """Refuse a call from within another one of a pipeline of the same ranks.
+        """Refuse a call from within another one of a pipeline of the same ranks, or while another thread is in one.
 
         Raises:
-            PipelineError: this is inside one.
+            PipelineError: that is so.
         """
         running = next((each for ranks, each in _calls.running if ranks == self._ranks), None)
         if running is not None and len(self._ranks) > 1:
@@ -78,16 +80,21 @@ class Team:
                 f"{call} is called from inside {running}, in a stage, a hook or a loss, where the other ranks are not; "
                 "call it between steps"
             )
+        if not self._busy.acquire(blocking=False):
+            raise PipelineError(f"{call}: another thread is in a call of this pipeline; one thread at a time calls it")
+        self._busy.release()
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
         """Around a call of all ranks, from its beginning."""
         self.refuse_inside(call)
-        _calls.running.append((self._ranks, call))
-        try:
-            yield
-        finally:
-            _calls.running.pop()
+        outer = len(_calls.running)
+        with self._busy:
+            try:
+                _calls.running.append((self._ranks, call))
+                yield
+            finally:
+                del _calls.running[outer:]
 
     @contextmanager
     def making(self) -> Iterator[None]:
