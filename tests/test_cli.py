@@ -192,7 +192,7 @@ def test_choices_of_a_named_schedule(pipeloom: Run) -> None:
     sizes = ("--ranks", "4", "--microbatches", "8")
     assert pipeloom("check", "GIS", *sizes, "--group", "4").returncode == 0
     assert pipeloom("check", "ControllableMemory", *sizes, "--memory", "3").returncode == 0
-    assert "32 microbatches" in pipeloom("check", "Seq1F1B", *sizes, "--pieces", "4").stdout
+    assert "8 microbatches in 4 pieces" in pipeloom("check", "Seq1F1B", *sizes, "--pieces", "4").stdout
     for option in ("--group", "--memory", "--pieces"):
         refused = pipeloom("check", "GPipe", *sizes, option, "2")
         assert (refused.returncode, refused.stdout) == (2, "")

@@ -354,6 +354,28 @@ def test_kinds_have_their_colors(opened: Open) -> None:
 
 
 @pytest.mark.parametrize(
+    ("timeline", "words"),
+    [
+        (pl.simulate(made("1F1B", 2, 2)), ["forward", "backward"]),
+        (
+            pl.simulate(pl.lower(made("DualPipeV", 2, 4))),
+            [
+                "forward",
+                "backward",
+                "backward for the inputs",
+                "backward for the weights",
+                "paler: later stages of the rank",
+                "runs as one action",
+                "thin: messages received, messages sent",
+            ],
+        ),
+    ],
+)
+def test_the_legend_names_all_there_is(opened: Open, timeline: pl.Timeline, words: list[str]) -> None:
+    assert opened(timeline).locator("#legend > span").all_inner_texts() == words
+
+
+@pytest.mark.parametrize(
     "name", ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "<!--<script>", "{data}\u2028\x00"]
 )
 def test_hostile_names_do_no_harm(opened: Open, name: str) -> None:

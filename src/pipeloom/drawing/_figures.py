@@ -114,5 +114,13 @@ def title(timeline: Timeline) -> str:
 
 def sizes(schedule: Schedule) -> str:
     """How large a schedule is, in words."""
-    counts = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
-    return ", ".join(counted(count, word) for count, word in counts)
+    wiring = schedule.wiring
+    copies = f"{wiring.copies} copies of " if wiring.copies > 1 else ""
+    pieces = f" in {wiring.pieces} pieces" if wiring.pieces > 1 else ""
+    return ", ".join(
+        [
+            counted(schedule.ranks, "rank"),
+            copies + counted(wiring.stages, "stage"),
+            counted(schedule.microbatches // wiring.pieces, "microbatch") + pieces,
+        ]
+    )

@@ -29,16 +29,30 @@ class Looks {
 
   // A swatch for the legend.
   swatch(kind, shade) {
-    const canvas = document.createElement("canvas");
-    canvas.width = 40;
-    canvas.height = 24;
-    canvas.style.cssText = "width:20px;height:12px";
-    const context = canvas.getContext("2d");
-    context.scale(2, 2);
-    context.fillStyle = this.of(kind, shade).texture;
-    context.fillRect(0, 0, 20, 12);
-    return canvas;
+    return swatch((context) => {
+      context.fillStyle = this.of(kind, shade).texture;
+      context.fillRect(0, 0, 20, 12);
+    });
   }
+
+  // One of the thin bars that messages are.
+  lanes() {
+    return swatch((context) => ["F", "B"].forEach((kind, at) => {
+      context.fillStyle = this.of(kind, 0).color;
+      context.fillRect(0, 1 + 6 * at, 20, 4);
+    }));
+  }
+}
+
+function swatch(paint) {
+  const canvas = document.createElement("canvas");
+  canvas.width = 40;
+  canvas.height = 24;
+  canvas.style.cssText = "width:20px;height:12px";
+  const context = canvas.getContext("2d");
+  context.scale(2, 2);
+  paint(context);
+  return canvas;
 }
 
 function channels(color) {

@@ -124,6 +124,14 @@ class Words {
     if (compute && this.page.timelines.some(({ shades }) => Object.values(shades).some(Boolean))) {
       kinds.push([looks.swatch(compute, 1), "paler: later stages of the rank"]);
     }
+    if (this.page.timelines.some(({ frames }) => frames.some(({ starts }) => starts.length))) {
+      const frame = element("i", "");
+      frame.className = "frame";
+      kinds.push([frame, "runs as one action"]);
+    }
+    if (this.page.timelines.some(({ communicates }) => communicates)) {
+      kinds.push([looks.lanes(), "thin: messages received, messages sent"]);
+    }
     return kinds.map(([swatch, words]) => element("span", "", swatch, words));
   }
 }
