@@ -1,7 +1,9 @@
-"""What exceptions have in common, for the modules that stand before `errors`."""
+"""What errors and exits have in common, for the modules that stand before `errors`."""
 
 from __future__ import annotations
 
+READER_LEFT = 141
+"""What a shell reports of a process that wrote to a closed pipe."""
 PRINTED = 50
 """How many of the things that are wrong a message prints."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from pipeloom._base import READER_LEFT
 from pipeloom.errors import PipeloomError, ScheduleError, counted
 from pipeloom.problem import Problem
 
@@ -19,8 +20,6 @@ FAULT = 1
 BAD_USAGE = 2
 INTERRUPTED = 130
 """What a shell reports of a command that Ctrl-C has ended."""
-READER_LEFT = 141
-"""What a shell reports of a command that wrote to a closed pipe."""
 
 
 class UsageError(PipeloomError):

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from pipeloom import schedules
+from pipeloom._base import READER_LEFT
 from pipeloom._pieces import refuse_pieces
-from pipeloom.cli._answer import INTERRUPTED, READER_LEFT, UsageError, faults
+from pipeloom.cli._answer import INTERRUPTED, UsageError, faults
 from pipeloom.cli._search import progress_of, summary
 from pipeloom.cli._source import Copies, read_schedule
 from pipeloom.errors import DataError, RankFailed, SizeError, counted

@@ -13,10 +13,8 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from pipeloom._base import READER_LEFT
 from pipeloom.errors import PipeloomError, counted
-
-READER_LEFT = 141
-"""The exit status of a rank that wrote to a closed pipe, as a shell reports it."""
 
 _PAUSE = 5.0
 """Seconds between two lines of progress where there is no terminal for a bar."""
