@@ -79,6 +79,7 @@ def call_another(one: str, folder: Path, transport: Literal["local", "torch"]) -
             continue
         every["step"]()
         mine = every[another if dist.get_rank() == 1 else one]
+        dist.barrier()  # all ranks are named where all come within a moment
         with pytest.raises(DisagreementError, match=r"call is '.*' on ranks 0, 2 and '.*' on rank 1"):
             both(mine, pipe.loss)
         for module in pipe.modules.values():
