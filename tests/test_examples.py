@@ -6,6 +6,7 @@ import os
 import runpy
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch._dynamo
 
 import pipeloom as pl
+from pipeloom.runtime.control import leave
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -47,7 +49,10 @@ def start_as_torchrun_does(script: Path, arguments: list[str], ranks: int) -> No
             try:
                 sys.argv = [str(script), *arguments]
                 runpy.run_path(str(script), run_name="__main__")
+                leave()  # as a process does that ends by itself
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 os._exit(status)
