@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from pipeloom.errors import PipeloomError, RankFailed
+from pipeloom.runtime.control import leave
 from pipeloom.runtime.launcher import end_with
 
 Args = TypeVarTuple("Args")
@@ -78,12 +79,15 @@ def _be_rank(agent: int, ranks: int, backend: str, run: Callable[[], object]) ->
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         join(backend)
         run()
+        leave()
         dist.destroy_process_group()
         status = 0
     except PipeloomError as error:
         print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr)
-    except BaseException:
+        leave(error)
+    except BaseException as error:
         print(f"rank {os.environ['RANK']}:\n{traceback.format_exc()}", end="", file=sys.stderr)
+        leave(error)
     if status:
         sys.stdout.flush()
         sys.stderr.flush()
