@@ -41,12 +41,32 @@ def known(task: Task) -> Iterator[Schedule]:
             others.extend(choices[2:])
     step = 1 + len(others) * task.actions // _MOST
     for recipe, choice in [*firsts, *others[::step]]:
-        try:
-            schedule = recipe.make(task.ranks, task.microbatches, per_rank, **choice)  # type: ignore[arg-type]  # a group is whole
-        except SizeError:
-            continue
-        if schedule.placement == task.placement and schedule.wiring == Wiring(task.stages) and task.fits(schedule):
+        schedule = _made(recipe, task, choice)
+        if schedule is not None:
             yield schedule
+    for recipe in {recipe: None for recipe, choice in firsts if "memory" in choice}:
+        yield from _above(recipe, task)
+
+
+def _made(recipe: Recipe, task: Task, choice: Choice) -> Schedule | None:
+    """What the recipe makes of a choice, if that is for the task."""
+    try:
+        schedule = recipe.make(task.ranks, task.microbatches, task.stages // task.ranks, **choice)  # type: ignore[arg-type]  # a group is whole
+    except SizeError:
+        return None
+    suits = schedule.placement == task.placement and schedule.wiring == Wiring(task.stages) and task.fits(schedule)
+    return schedule if suits else None
+
+
+def _above(recipe: Recipe, task: Task) -> Iterator[Schedule]:
+    """What the recipe makes of more memory than a share for each rank, as long as that changes anything."""
+    last: Schedule | None = None
+    most = min(task.microbatches, int(task.most_shares), task.ranks + _MOST // (task.ranks * task.actions))
+    for memory in range(task.ranks + 1, most + 1):
+        schedule = _made(recipe, task, {"memory": memory})
+        if schedule is None or (last is not None and schedule.rows == last.rows):
+            return
+        yield (last := schedule)
 
 
 def _suits(recipe: Recipe, task: Task) -> bool:
