@@ -61,7 +61,7 @@ def _made(recipe: Recipe, task: Task, choice: Choice) -> Schedule | None:
 def _above(recipe: Recipe, task: Task) -> Iterator[Schedule]:
     """What the recipe makes of more memory than a share for each rank, as long as that changes anything."""
     last: Schedule | None = None
-    most = min(task.microbatches, int(task.most_shares), task.ranks + _MOST // (task.ranks * task.actions))
+    most = min(task.microbatches, task.ranks + _MOST // (task.ranks * task.actions))
     for memory in range(task.ranks + 1, most + 1):
         schedule = _made(recipe, task, {"memory": memory})
         if schedule is None or (last is not None and schedule.rows == last.rows):
