@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import traceback
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import torch
 
-from pipeloom.errors import DisagreementError, PeerFailed
 from pipeloom.schedule import Schedule
 
 _INNER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 """Where code lies that users have not written."""
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 _AROUND = 4
 """How many actions are shown before and after the one that failed."""
@@ -56,16 +49,3 @@ def shortened_traceback(error: BaseException) -> str:
         told.stack = traceback.StackSummary.from_list([*kept, last] if last is not None else [])
         told = told.__cause__ or told.__context__
     return "".join(lines.format())
-
-
-def without_inner_calls(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`function`, whose traceback ends with it where another rank is at fault: where this one waited says nothing."""
-
-    @functools.wraps(function)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        try:
-            return function(*args, **kwargs)
-        except (PeerFailed, DisagreementError) as error:
-            raise error.with_traceback(None) from None
-
-    return call

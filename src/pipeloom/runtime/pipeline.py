@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -16,9 +16,9 @@ from pipeloom.errors import BatchError, PipelineError
 from pipeloom.passes import forward_only
 from pipeloom.runtime import norms
 from pipeloom.runtime.batch import Batch, Ends, Given
+from pipeloom.runtime.calls import around, whole_call
 from pipeloom.runtime.dtensors import Meshes
 from pipeloom.runtime.executor import Run, Work
-from pipeloom.runtime.failure import without_inner_calls
 from pipeloom.runtime.fitting import (
     device_of,
     digest,
@@ -75,7 +75,7 @@ class Pipeline:
         PipelineError: stages and schedule do not fit each other.
     """
 
-    @without_inner_calls
+    @whole_call
     def __init__(
         self,
         stages: Iterable[Stage],
@@ -185,7 +185,7 @@ class Pipeline:
         self._registered[Kind(kind)] = function
         self._programs.clear()
 
-    @without_inner_calls
+    @whole_call
     def step(
         self,
         *args: Any,
@@ -285,7 +285,7 @@ class Pipeline:
             raise
         return output
 
-    @without_inner_calls
+    @whole_call
     def gather(self, call: str, value: Plain = None) -> list[Any]:
         """What every rank says, in the order of ranks; every rank calls this, and `call` says what for.
 
@@ -296,7 +296,7 @@ class Pipeline:
         with self._after_step(call):
             return self._team.peers.gather(value)
 
-    @contextmanager
+    @around
     def _gathering(self, call: str, **agreed: Plain) -> Iterator[None]:
         """Around a call for what the last step has left; if that failed elsewhere, it fails here too."""
         self._team.refuse_closed()
@@ -308,7 +308,7 @@ class Pipeline:
         with self._after_step(call, **agreed):
             yield
 
-    @contextmanager
+    @around
     def _after_step(self, call: str, **agreed: Plain) -> Iterator[None]:
         """Around a call of all ranks; if it fails, so may have the step before it, whose gradients are forgotten."""
         with self._team.calling(call):
@@ -320,7 +320,7 @@ class Pipeline:
                 self._leftovers.undo()
                 raise
 
-    @contextmanager
+    @around
     def _together(
         self, call: str, microbatches: int, given: Given, refuse: Callable[[], None], **agreed: Plain
     ) -> Iterator[Batch]:
@@ -342,7 +342,7 @@ class Pipeline:
         run = self._run
         return run.place if run is not None else None
 
-    @without_inner_calls
+    @whole_call
     def tie(self, *names: str) -> None:
         """Make the parameters of these names one weight, whichever stages and ranks hold them; every rank calls it.
 
@@ -360,7 +360,7 @@ class Pipeline:
             self._ties.add(names)
         self._replicas.later = self._ties.parameters()
 
-    @without_inner_calls
+    @whole_call
     def eval(
         self,
         *args: Any,
@@ -412,7 +412,7 @@ class Pipeline:
             raise PipelineError("pipe.add_loss is for the inside of a stage's forward")
         self._run.add_loss(value)
 
-    @without_inner_calls
+    @whole_call
     def loss(self) -> Tensor:
         """The weighted loss of the last `step` or `eval`, over all replicas, on every rank; every rank calls it.
 
@@ -430,7 +430,7 @@ class Pipeline:
             raise PipelineError("the last call had no targets or no loss_fn, so there is no loss")
         return value.new_tensor(found)
 
-    @without_inner_calls
+    @whole_call
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients of the model so that their norm is at most `max_norm`; every rank calls it.
 
@@ -454,7 +454,7 @@ class Pipeline:
                 uncounted=self._ties.uncounted(),
             )
 
-    @without_inner_calls
+    @whole_call
     def trace(self) -> Timeline | None:
         """When each action of the last `step` or `eval` ran, of all ranks; every rank calls it.
 

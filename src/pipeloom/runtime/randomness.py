@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pipeloom.errors import PipelineError
+from pipeloom.runtime.calls import around
 from pipeloom.runtime.stage import Stage
 
 
@@ -43,7 +43,7 @@ class Randomness:
         for hook in self._hooks:
             hook.remove()
 
-    @contextmanager
+    @around
     def during(self) -> Iterator[None]:
         """What runs within draws keyed numbers; afterwards the generators are as they were before."""
         self._calls.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from pipeloom.action import Action
 from pipeloom.errors import PipelineError, PipeloomError
 from pipeloom.runtime.batch import Batch, Ends, Given
+from pipeloom.runtime.calls import around, entered, running
 from pipeloom.runtime.control import Control
 from pipeloom.runtime.executor import Run
 from pipeloom.runtime.failure import excerpt
@@ -25,16 +25,6 @@ from pipeloom.schedule import Schedule
 
 Place: TypeAlias = tuple[Schedule, Action, Action | None]
 """The schedule that runs, the cell that a rank has come to, and which action of it is at work, if that is known."""
-
-
-class _Calls(threading.local):
-    """The calls that this thread is in, the innermost last: the ranks of each one's pipeline, and its name."""
-
-    def __init__(self) -> None:
-        self.running: list[tuple[tuple[int, ...], str]] = []
-
-
-_calls = _Calls()
 
 
 class Team:
@@ -74,29 +64,25 @@ class Team:
         Raises:
             PipelineError: that is so.
         """
-        running = next((each for ranks, each in _calls.running if ranks == self._ranks), None)
-        if running is not None and len(self._ranks) > 1:
+        outer = running(self._ranks)
+        if outer is not None and len(self._ranks) > 1:
             raise PipelineError(
-                f"{call} is called from inside {running}, in a stage, a hook or a loss, where the other ranks are not; "
+                f"{call} is called from inside {outer}, in a stage, a hook or a loss, where the other ranks are not; "
                 "call it between steps"
             )
         if not self._busy.acquire(blocking=False):
             raise PipelineError(f"{call}: another thread is in a call of this pipeline; one thread at a time calls it")
         self._busy.release()
 
-    @contextmanager
+    @around
     def calling(self, call: str) -> Iterator[None]:
         """Around a call of all ranks, from its beginning."""
         self.refuse_inside(call)
-        outer = len(_calls.running)
         with self._busy:
-            try:
-                _calls.running.append((self._ranks, call))
-                yield
-            finally:
-                del _calls.running[outer:]
+            entered(self._ranks, call)
+            yield
 
-    @contextmanager
+    @around
     def making(self) -> Iterator[None]:
         """Around the making of a pipeline: if it fails on one rank it fails on all."""
         if self._control is None:
@@ -130,7 +116,7 @@ class Team:
             self.peers.gather()  # it takes calls that no failure can end
             self.peers.transport = TorchTransport(own, self._group, device, self._control, _pairs(schedule))
 
-    @contextmanager
+    @around
     def gathering(self, call: str, **agreed: Plain) -> Iterator[None]:
         """Around a call of all ranks that gathers what the last step has left."""
         self.refuse_closed()
@@ -143,7 +129,7 @@ class Team:
                 self._control.fail(error)
             raise
 
-    @contextmanager
+    @around
     def together(
         self,
         agreed: Mapping[str, Plain],
