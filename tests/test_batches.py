@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -378,6 +379,22 @@ def disagree(case: str) -> None:
 @pytest.mark.parametrize("case", ["schedule", "microbatches", "call", "batch_id", "samples"])
 def test_ranks_that_disagree_all_hear_of_it(case: str) -> None:
     launch(disagree, 2, case)
+
+
+def name_a_batch_by_a_value(on: tuple[int, ...]) -> None:
+    rank = dist.get_rank()
+    pipe = pl.Pipeline([pl.Stage(nn.Linear(WIDTH, WIDTH), rank)], make("1F1B", 2, 2), loss_fn=square)
+    inputs, target = [numbers(4, 0)][: pipe.first], numbers(4, 1) if pipe.last else None
+    for value in (torch.tensor(3), torch.tensor([1, 2]), numpy.int64(3), [1, 2], {"batch": 1}):
+        with pytest.raises((BatchError, PeerFailed), match="batch_id is a number or a text, got"):
+            pipe.step(*inputs, target=target, batch_id=value if rank in on else 3)  # type: ignore[arg-type]  # that is it
+    pipe.step(*inputs, target=target, batch_id=torch.tensor(3).item())
+    pipe.close()
+
+
+@pytest.mark.parametrize("on", [(0,), (1,), (0, 1)])
+def test_a_batch_is_not_named_by_a_tensor(on: tuple[int, ...]) -> None:
+    launch(name_a_batch_by_a_value, 2, on, timeout=30.0)
 
 
 # Batches that come by keyword alone, or as lists

@@ -64,6 +64,11 @@ class Given:
 
     def refuse_misfits(self, ends: Ends, microbatches: int) -> None:
         """Refuse what does not belong on this rank, or is given twice."""
+        if self.batch_id is not None and not isinstance(self.batch_id, (bool, int, float, complex, str, bytes)):
+            raise BatchError(
+                f"batch_id is a number or a text, got {type(self.batch_id).__name__} {self.batch_id!r}; "
+                "of a tensor or an array, give .item()"
+            )
         for name, ready, whole in (
             ("arg_mbs", self.arg_mbs, bool(self.args)),
             ("kwarg_mbs", self.kwarg_mbs, bool(self.kwargs)),

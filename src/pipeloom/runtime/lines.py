@@ -182,7 +182,7 @@ class Lines:
                     line.left = True
                 else:
                     self._hear(line.peer.rank, message)
-        except (MessageError, TypeError, KeyError) as error:
+        except (MessageError, TypeError, LookupError) as error:
             self._end(line, f"what it sent on the control channel cannot be read: {error}")
         if not data:
             self._end(line, "its process ended or its connection was lost")
@@ -205,7 +205,9 @@ class Lines:
 
 
 def _framed(message: Message) -> bytes:
-    header, _ = pack(message)
+    header, tensors = pack(message)
+    if tensors:
+        raise MessageError(f"a tensor in a message of plain values: {message}")
     return len(header).to_bytes(4, "little") + header
 
 
