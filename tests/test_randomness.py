@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from models import WIDTH
-from pipeloom.errors import PipelineError
+from pipeloom.errors import DisagreementError, PeerFailed, PipelineError
 from pipeloom.runtime.launcher import launch
+from soak import BoomError
 from test_pipeline import make, square
 
 LAYERS = 8
@@ -119,3 +122,53 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     pipe = pl.Pipeline([pl.Stage(Twice(), 0)], make("GPipe", 1, 1), loss_fn=square, seed=1)
     with pytest.raises(PipelineError, match="give each use a module of its own"):
         pipe.step(ones, target=ones)
+
+
+def noisy_pair() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Noisy(recompute=False) for _ in range(2)]
+
+
+def fail_late_then_step() -> None:
+    """Rank 0 fails in its last backward: rank 1, which has finished the step, takes it back when it hears of it."""
+    rank, x = dist.get_rank(), torch.ones(8, WIDTH)
+    module = noisy_pair()[rank]
+    pipe = pl.Pipeline([pl.Stage(module, rank)], make("1F1B", 2, 4), loss_fn=square, seed=3)
+    backwards, fails_at = itertools.count(1), 0
+
+    def fail(*_: object) -> None:
+        if next(backwards) == fails_at:
+            raise BoomError
+
+    pipe.parameters()[0].register_hook(fail)
+
+    def step() -> None:
+        pipe.step(*[x][: pipe.first], target=x if pipe.last else None)
+        pipe.loss()
+
+    step()
+    for asked in range(1, 4):
+        backwards, fails_at = itertools.count(1), 4 * (rank == 0)
+        module.zero_grad()
+        with pytest.raises((BoomError, PeerFailed)):
+            step()
+        with pytest.raises(PipelineError):
+            pipe.loss()
+        fails_at = 0
+        step()
+        assert pipe.steps == asked + 1
+        whole = noisy_pair()
+        pl.reference.step(whole, pipe.schedule, x, target=x, loss_fn=square, seed=3, number=asked)
+        assert all(torch.equal(one.grad, other.grad) for one, other in both_sides(module, whole[rank]))  # type: ignore[arg-type]
+    pipe.steps += rank
+    with pytest.raises(DisagreementError, match="steps is 4 on rank 0 and 5 on rank 1"):
+        step()
+    pipe.close()
+
+
+def both_sides(one: nn.Module, other: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    return zip(one.parameters(), other.parameters(), strict=True)
+
+
+def test_a_step_that_failed_elsewhere_draws_nothing() -> None:
+    launch(fail_late_then_step, 2, timeout=30.0)

@@ -181,6 +181,11 @@ class Control:
         with self._lock:
             return self._changed.wait_for(lambda: self._known() is not None, _TELLING)
 
+    def step_failed(self) -> bool:
+        """Whether the last step is known to have failed."""
+        with self._lock:
+            return any(each.number == self._step for each in self._failures)
+
     def check(self) -> None:
         """Raise if it is known that this call failed elsewhere."""
         if self._ringing:

@@ -100,6 +100,8 @@ class Pipeline:
         self._programs: dict[int | None, Program] = {}
         self.steps = 0
         """How many steps are done; it keys random numbers where there is a `seed`."""
+        self._counted = False
+        """Whether the last call was a step, which is among them."""
         self._run: Run | None = None
         self._failed = False
         self._times: Times | None = None
@@ -236,6 +238,7 @@ class Pipeline:
         with self._together("step", count, given, partial(self._refuse_step, scaler), **agreed) as batch:
             output = self._train(batch, losses, scaler, keep=return_outputs, reduce=reduce)
         self.steps += 1
+        self._counted = True
         return output
 
     def _refuse_step(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -318,6 +321,9 @@ class Pipeline:
             except BaseException:
                 self._failed = True
                 self._leftovers.undo()
+                if self._counted and self._team.step_failed():
+                    self.steps -= 1
+                    self._counted = False
                 raise
 
     @around
@@ -325,8 +331,9 @@ class Pipeline:
         self, call: str, microbatches: int, given: Given, refuse: Callable[[], None], **agreed: Plain
     ) -> Iterator[Batch]:
         agreed |= {"call": call, "microbatches": microbatches, "schedule": self._digest}
+        agreed |= {"steps": self.steps if self._randomness else None}
         with self._team.calling(call):
-            self._run, self._failed = None, True
+            self._run, self._failed, self._counted = None, True, False
             try:
                 with self._team.together(agreed, given, microbatches, self._weight, self._replicas, refuse) as batch:
                     batch.cut_keywords(given)
@@ -534,4 +541,4 @@ def _name(weight: Weight) -> str:
 
 
 def _scale(scaler: torch.amp.GradScaler | None) -> str:
-    return f"at {scaler.get_scale()}" if scaler is not None and scaler.is_enabled() else "off"
+    return f"at {scaler.get_scale()}" if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else "off"

@@ -199,6 +199,10 @@ class Team:
                     self._ask(rank, "sizes")
             self._control.check()
 
+    def step_failed(self) -> bool:
+        """Whether the last step is known to have failed, here or elsewhere."""
+        return self._control is not None and self._control.step_failed()
+
     def refuse_closed(self) -> None:
         """Refuse what is asked of a pipeline that is closed."""
         if self._closed:
