@@ -397,6 +397,37 @@ def test_a_batch_is_not_named_by_a_tensor(on: tuple[int, ...]) -> None:
     launch(name_a_batch_by_a_value, 2, on, timeout=30.0)
 
 
+def break_off_a_cut(error: type[BaseException]) -> None:
+    due: list[type[BaseException]] = []
+
+    def counted(target: Tensor) -> float:
+        if due:
+            raise due.pop()
+        return float(len(target))
+
+    rank = dist.get_rank()
+    modules = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    schedule = make("1F1B", 2, 2)
+    pipe = pl.Pipeline([pl.Stage(modules[rank], rank)], schedule, loss_fn=square, weight=counted)
+    for seed in range(3):
+        inputs, target = [numbers(4, seed)][: pipe.first], numbers(4, 1) if pipe.last else None
+        due += [error] if rank == 1 else []
+        with pytest.raises(error if rank == 1 else PeerFailed):
+            pipe.step(*inputs, target=target)
+        losses: list[Tensor] = []
+        pipe.step(*inputs, target=target, losses=losses)
+        modules[rank].zero_grad()
+        if rank == 1:
+            halves = zip(numbers(4, seed).chunk(2), numbers(4, 1).chunk(2), strict=True)
+            assert losses == [square(modules[1](modules[0](x)), y) for x, y in halves]
+    pipe.close()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_batch_whose_cutting_breaks_off_is_not_taken_for_the_next(error: type[BaseException]) -> None:
+    launch(break_off_a_cut, 2, error, timeout=30.0)
+
+
 # Batches that come by keyword alone, or as lists
 
 

@@ -150,12 +150,12 @@ class Team:
             refuse: raises if this rank cannot take the step.
         """
         self.refuse_closed()
-        refused: Exception | None = None
+        refused: BaseException | None = None
         batch = Batch(self._ends, microbatches, weight, replicas)
         try:
             refuse()
             batch = Batch.cut(given, self._ends, microbatches, weight, replicas)
-        except Exception as error:  # whatever it is, the others must hear of it
+        except BaseException as error:  # whatever it is, the others must hear of it
             refused = error
         try:
             if self._control is not None:
