@@ -61,11 +61,7 @@ def train(transport: Literal["local", "torch"], rounds: int) -> None:
             finally:
                 armed = False  # a signal that another thread took may still come
             done = True
-        except (
-            Interrupted,
-            PipeloomError,
-            RuntimeError,
-        ):  # a condition of Python's that is interrupted raises the last
+        except (Interrupted, PipeloomError, RuntimeError):  # the last if it struck in a condition of Python's
             done = False
         number = next(attempts)
         store.set(f"{number} of rank {rank}", str(done))

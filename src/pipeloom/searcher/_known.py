@@ -21,31 +21,30 @@ def known(task: Task) -> Iterator[Schedule]:
 
     What is made without a choice, or with all the memory there is, comes first.
     """
-    per_rank = task.stages // task.ranks
-    if per_rank * task.ranks != task.stages:
+    if task.stages % task.ranks:
         return
     recipes = [
         recipe
         for recipe in RECIPES
-        if recipe.copies == 1 and "pieces" not in recipe.options and (task.splits or not recipe.splits_backward)
+        if recipe.copies == 1
+        and "pieces" not in recipe.options
+        and (task.splits or not recipe.splits_backward)
+        and _suits(recipe, task)
     ]
     firsts: list[tuple[Recipe, Choice]] = []
     others: list[tuple[Recipe, Choice]] = []
     for recipe in recipes:
-        if _suits(recipe, task):
-            choices: list[tuple[Recipe, Choice]] = [
-                (recipe, {}),
-                *((recipe, choice) for choice in _choices(recipe, task)),
-            ]
-            firsts.extend(choices[:2])
-            others.extend(choices[2:])
+        choices: list[tuple[Recipe, Choice]] = [(recipe, {}), *((recipe, choice) for choice in _choices(recipe, task))]
+        firsts.extend(choices[:2])
+        others.extend(choices[2:])
     step = 1 + len(others) * task.actions // _MOST
     for recipe, choice in [*firsts, *others[::step]]:
         schedule = _made(recipe, task, choice)
         if schedule is not None:
             yield schedule
-    for recipe in {recipe: None for recipe, choice in firsts if "memory" in choice}:
-        yield from _above(recipe, task)
+    for recipe in recipes:
+        if "memory" in recipe.options:
+            yield from _above(recipe, task)
 
 
 def _made(recipe: Recipe, task: Task, choice: Choice) -> Schedule | None:
